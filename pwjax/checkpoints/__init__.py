@@ -1,0 +1,1 @@
+"""Models on disk: Hugging Face checkpoints, training checkpoints, and the quantized artifact."""
