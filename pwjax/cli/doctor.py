@@ -1,0 +1,92 @@
+"""``pwjax doctor``: what this machine has, what works on it, and why the rest does not."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pwjax import environment
+from pwjax.cli.options import json_option
+from pwjax.cli.units import format_bytes
+
+
+@click.command()
+@json_option
+def command(as_json: bool) -> None:
+    """Show versions, devices and what works on this machine."""
+    report = examine()
+    click.echo(json.dumps(report) if as_json else render(report))
+
+
+def examine() -> dict[str, Any]:
+    """The whole report, JSON-ready. A device that cannot be started is part of the report, not an error."""
+    try:
+        devices, problem = environment.devices(), None
+    except Exception as error:  # whatever a broken driver makes JAX raise
+        devices, problem = [], " ".join(str(error).split())
+    return {
+        "versions": environment.versions(),
+        "extras": environment.optional_versions(),
+        "devices": devices,
+        "device_problem": problem,
+        "cpu": environment.cpu_info(),
+        "memory_bytes": environment.memory_bytes(),
+        "kernels": kernels({device["platform"] for device in devices}),
+        "caches": {
+            "models": _directory(environment.cache_dir()),
+            "compiled": _directory(environment.compile_cache_dir()),
+        },
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("JAX_", "XLA_", "PWJAX_"))},
+    }
+
+
+def kernels(platforms: set[str]) -> dict[str, str]:
+    """``"op/implementation"`` and ``"available"``, or the reason why it is not."""
+    from pallas_kernels.expert_ffn.api import IMPLEMENTATIONS
+
+    state = "available" if platforms else "unavailable: JAX has no device"
+    return {f"expert_ffn/{name}": state for name in IMPLEMENTATIONS}
+
+
+def _directory(path: Path) -> dict[str, Any]:
+    # The nearest folder that is there decides: a cache is made when it is first needed.
+    nearest = next((p for p in (path, *path.parents) if p.exists()), path)
+    usable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+    size = sum(f.stat().st_size for f in path.rglob("*") if f.is_file()) if path.is_dir() and usable else 0
+    return {"path": str(path), "writable": usable, "bytes": size}
+
+
+def render(report: dict[str, Any]) -> str:
+    """The report as text, one fact a line."""
+    lines = []
+
+    def section(title: str, rows: list[tuple[str, str]]) -> None:
+        lines.append(title)
+        width = max((len(name) for name, _ in rows), default=0)
+        lines.extend(f"  {name:<{width}}  {text}" for name, text in rows)
+
+    def size(count: int | None) -> str:
+        return "not reported" if count is None else format_bytes(count)
+
+    section("versions", list(report["versions"].items()))
+    section("extras", [(name, version or "not installed") for name, version in report["extras"].items()])
+    devices = [
+        (f"{d['platform']}:{d['id']}", f"{d['kind']}, memory {size(d['memory_bytes'])}") for d in report["devices"]
+    ]
+    section("devices", devices or [("none", report["device_problem"] or "JAX found no device")])
+    cpu, memory = report["cpu"], report["memory_bytes"]
+    section("host", [
+        ("processor", f"{cpu['model']}, {cpu['cores']} cores"),
+        ("features", " ".join(cpu["features"]) or "none of those that kernels use"),
+        ("memory", f"{size(memory['total'])}, {size(memory['available'])} available"),
+    ])
+    section("kernels", list(report["kernels"].items()))
+    section("caches", [
+        (name, f"{c['path']} ({format_bytes(c['bytes'])}{'' if c['writable'] else ', NOT writable'})")
+        for name, c in report["caches"].items()
+    ])
+    if report["environment"]:
+        section("environment", list(report["environment"].items()))
+    return "\n".join(lines)

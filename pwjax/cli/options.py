@@ -1,0 +1,84 @@
+"""Options that several commands share, declared once: what ``plan`` calls fitting, ``generate`` accepts."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import click
+
+from pwjax.cli.units import BytesParam
+from pwjax.errors import UsageError
+
+DEFAULT_BATCH = 8
+DEFAULT_KV_DTYPE = "bfloat16"
+DEFAULT_POLICY = "default"
+KV_DTYPES = ("bfloat16", "float32")
+BITS = (2, 3, 4, 5, 6, 7, 8, 16)
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What decides memory and precision; the same for every command that loads a model.
+
+    ``model`` None is the bundled one; ``memory_budget_bytes`` None is no limit but the machine's; ``context`` tokens
+    None is the model's own; ``bits`` set is the fixed precision, and the policy is then ``"uniform"``.
+    """
+
+    model: str | None = None
+    memory_budget_bytes: int | None = None
+    batch: int = DEFAULT_BATCH
+    context: int | None = None
+    kv_dtype: str = DEFAULT_KV_DTYPE
+    bits: int | None = None
+    policy: str = DEFAULT_POLICY
+
+
+def engine_options(function: Callable) -> Callable:
+    """Add the shared options to a command, which receives them as one ``options: EngineOptions``."""
+
+    @functools.wraps(function)
+    def command(*args, model, memory_budget, batch, context, kv_dtype, bits, policy, **rest):
+        if bits is not None and policy not in (None, "uniform"):
+            raise UsageError(f"--bits {bits} fixes the precision, so --policy {policy} has no effect; give one of them")
+        policy = "uniform" if bits is not None else policy or DEFAULT_POLICY
+        if policy == "uniform" and bits is None:
+            raise UsageError("--policy uniform needs the precision: add --bits N")
+        options = EngineOptions(model, memory_budget, batch, context, kv_dtype, bits, policy)
+        return function(*args, options=options, **rest)
+
+    for decorate in reversed(_ENGINE_OPTIONS):
+        command = decorate(command)
+    return command
+
+
+def json_option(function: Callable) -> Callable:
+    """``--json``: machine-readable output; the command receives ``as_json``."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(function)
+
+
+def quiet_option(function: Callable) -> Callable:
+    """``--quiet``: no progress and no summary; the command receives ``quiet``."""
+    return click.option("--quiet", "-q", is_flag=True, help="No progress bar and no summary.")(function)
+
+
+def _bits(_ctx, _param, value: int | None) -> int | None:
+    if value is not None and value not in BITS:
+        raise click.BadParameter(f"{value} is not a precision; choose from {', '.join(map(str, BITS))}")
+    return value
+
+
+_ENGINE_OPTIONS = (
+    click.option("--model", "-m", metavar="DIR", help="Quantized model. Default: the bundled demo model."),
+    click.option("--memory-budget", type=BytesParam(), metavar="SIZE",
+                 help="Device memory for everything: 10GiB, 10GB or bytes. Default: what the model needs at its best."),
+    click.option("--batch", "-b", type=click.IntRange(min=1), default=DEFAULT_BATCH, show_default=True,
+                 help="Sequences that run at the same time."),
+    click.option("--context", "-c", type=click.IntRange(min=1), metavar="TOKENS",
+                 help="Longest sequence, prompt and new tokens. Default: the model's own limit."),
+    click.option("--kv-dtype", type=click.Choice(KV_DTYPES), default=DEFAULT_KV_DTYPE, show_default=True,
+                 help="Type in which keys and values are kept."),
+    click.option("--bits", type=int, callback=_bits, metavar="N",
+                 help="Fixed precision of the experts, one of 2-8 or 16, in place of a policy."),
+    click.option("--policy", metavar="NAME",
+                 help=f"How precision follows memory pressure. Default: {DEFAULT_POLICY}."),
+)
