@@ -1,0 +1,137 @@
+"""KV pages: all-or-nothing reservations, places that no two tokens share, a device table that follows."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pwjax.memory.arena import Arena, PageAllocator, PageError, program_memory
+from pwjax.memory.kv import KVPages, compile_kv_table_updates, kv_owner
+
+
+def make(pages=200, slots=3, layers=2, max_tokens=50, page_words=64, row_words=20):
+    return KVPages(
+        PageAllocator(pages),
+        slots=slots,
+        layers=layers,
+        max_tokens=max_tokens,
+        page_words=page_words,
+        row_words=row_words,
+    )
+
+
+def test_sizes():
+    kv = make()
+    assert kv.page_tokens == 3 and kv.max_turns == 17
+    assert kv.pages_for(0) == 0 and kv.pages_for(1) == kv.pages_for(3) == 4 and kv.pages_for(4) == 8
+    assert kv.nbytes == kv.table.nbytes == 3 * 2 * 2 * 17 * 4
+
+
+def test_reserve_takes_the_difference_and_release_returns_all():
+    kv = make()
+    assert kv.pages_needed(1, 7) == 12 and kv.reserve(1, 7)
+    assert kv.pages_needed(1, 9) == 0 and kv.pages_needed(1, 10) == 4 and kv.pages_needed(1, 2) == 0
+    assert kv.reserved_tokens(1) == 9 and kv.reserve(1, 10) and kv.slot_pages(1) == 16
+    assert kv.reserve(1, 50) and kv.reserved_tokens(1) == 50
+    kv.check_invariants()
+    assert kv.used_pages == kv.peak_pages == 17 * 4
+    assert kv.release(1) == 17 * 4 and kv.release(1) == 0 and kv.used_pages == 0 and kv.peak_pages == 17 * 4
+    assert kv.allocator.free_pages == 199
+    kv.check_invariants()
+
+
+def test_reserve_is_all_or_nothing():
+    kv = make(pages=18)
+    assert kv.reserve(0, 9)
+    assert not kv.reserve(1, 6) and kv.slot_pages(1) == 0 and kv.allocator.free_pages == 5
+    assert not kv.reserve(0, 15) and kv.slot_pages(0) == 12
+    assert kv.reserve(1, 3)
+    kv.check_invariants()
+
+
+@pytest.mark.parametrize("tokens", [51, -1])
+def test_more_tokens_than_a_slot_holds_are_refused(tokens):
+    with pytest.raises(ValueError, match=r"0\.\.50"):
+        make().reserve(0, tokens)
+
+
+def test_a_row_must_fit_a_page():
+    with pytest.raises(ValueError, match="cannot hold"):
+        make(row_words=65)
+
+
+def test_positions_are_distinct_and_reserved():
+    kv = make()
+    kv.reserve(0, 10)
+    kv.reserve(2, 5)
+    seen = set()
+    for slot, n in ((0, 12), (2, 6)):
+        page, word = kv.positions(slot, 0, n)
+        assert page.shape == word.shape == (2, 2, n)
+        assert kv.allocator.owns(page.reshape(-1), kv_owner(slot)) and word.max() + 20 <= 64
+        places = list(zip(page.reshape(-1).tolist(), word.reshape(-1).tolist(), strict=True))
+        assert len(set(places)) == len(places) and seen.isdisjoint(places)
+        seen.update(places)
+    later, word = kv.positions(0, 7, 2)
+    np.testing.assert_array_equal(later, kv.positions(0, 0, 12)[0][:, :, 7:9])
+    assert word[1, 1].tolist() == [20, 40]
+    with pytest.raises(PageError, match="room for 12"):
+        kv.positions(0, 11, 2)
+    kv.release(0)
+    with pytest.raises(PageError, match="room for 0"):
+        kv.positions(0, 0, 1)
+
+
+def test_rows_written_at_positions_are_read_back_through_the_table():
+    kv = make()
+    arena = Arena(200, 64, page_widths=(4,))
+    kv.reserve(1, 8)
+    kv.apply()
+    places, padding = kv.positions(1, 0, 8), kv.dropped(3)
+    page, word = (np.concatenate([a, b], -1) for a, b in zip(places, padding, strict=True))
+    rows = np.arange(2 * 2 * 11 * 20, dtype=np.uint32).reshape(2, 2, 11, 20) + 5
+    arena.commit_kv(page, word, jnp.asarray(rows.reshape(-1, 20)))
+    table = np.array(kv.table)[1, :, :, :3]  # (L, 2, turns)
+    read = arena.read_pages(table.reshape(-1))[:, : kv.page_tokens * 20].reshape(2, 2, -1, 20)
+    np.testing.assert_array_equal(read[:, :, :8], rows[:, :, :8])
+    assert not read[:, :, 8:].any() and not arena.read_pages([0]).any()
+
+
+def test_device_table_is_updated_in_place_and_only_when_needed():
+    kv = make()
+    pointer = kv.table.unsafe_buffer_pointer()
+    assert not kv.apply()
+    kv.reserve(0, 50)  # 17 turns: more than one scatter sets
+    assert kv.apply() and not kv.apply()
+    assert kv.table.unsafe_buffer_pointer() == pointer
+    np.testing.assert_array_equal(np.array(kv.table), kv.pages)
+    kv.release(0)
+    kv.reserve(0, 4)
+    assert kv.apply()
+    np.testing.assert_array_equal(np.array(kv.table), kv.pages)
+
+
+def test_table_programs_do_not_copy_the_table():
+    for small, large in zip(*(compile_kv_table_updates((8, 4, 2, turns)) for turns in (64, 8192)), strict=True):
+        a, b = program_memory(small), program_memory(large)
+        assert b.alias_bytes == 8 * 4 * 2 * 8192 * 4 and a.temp_bytes == b.temp_bytes
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.tuples(st.sampled_from(["reserve", "release", "apply"]), st.integers(0, 2), st.integers(0, 50))))
+def test_any_sequence_keeps_the_invariants(steps):
+    kv = make(pages=100)
+    for kind, slot, tokens in steps:
+        if kind == "reserve":
+            need, free = kv.pages_needed(slot, tokens), kv.allocator.free_pages
+            assert kv.reserve(slot, tokens) == (need <= free)
+        elif kind == "release":
+            kv.release(slot)
+        else:
+            kv.apply()
+            np.testing.assert_array_equal(np.array(kv.table), kv.pages)
+        kv.check_invariants()
+        kv.allocator.check_invariants()
+    kv.apply()
+    np.testing.assert_array_equal(np.array(kv.table), kv.pages)
