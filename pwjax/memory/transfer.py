@@ -1,0 +1,166 @@
+"""Copies of pages from the host to the device, away from the engine thread.
+
+A worker reads a job's pages (the store checks each checksum), lays them out in buffers of the commit widths, and
+waits until the device has its own copy. A thread does it because ``jax.device_put`` blocks on recent versions; every
+buffer is new and never written again because ``device_put`` may alias an aligned NumPy array for ever. Only the
+engine thread touches the arena: a transfer hands words over and knows nothing of page ids.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from pwjax.memory.arena import COMMIT_WIDTHS, split_widths
+
+
+class TransferError(RuntimeError):
+    """A copy came back failed, cut short, late or cancelled."""
+
+
+@dataclass(frozen=True)
+class TransferJob:
+    """Host ``pages`` of ``layer`` to stage for ``block``, in this order, padded to the commit ``widths``."""
+
+    block: int
+    layer: int
+    pages: tuple[int, ...]
+    widths: tuple[int, ...] = COMMIT_WIDTHS
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Rows of each staged array."""
+        return split_widths(len(self.pages), self.widths)
+
+
+@dataclass(frozen=True)
+class StagedPages:
+    """Device words of a job: ``words`` uint32[width, page_words] a chunk, the first ``pages`` rows in all are real."""
+
+    words: tuple[jax.Array, ...]
+    pages: int
+
+
+class PageStore(Protocol):
+    """Where pages come from; ``read`` raises where a checksum or a length is wrong."""
+
+    def read(self, layer: int, pages: Sequence[int]) -> np.ndarray:
+        """uint32[n, page_words] of ``pages`` (counted from the start of the layer's file)."""
+        ...
+
+
+class TransferHandle(Protocol):
+    """A copy on its way."""
+
+    def done(self) -> bool:
+        """Whether it has ended, well or badly; from then on it holds no buffer but its result."""
+        ...
+
+    def result(self) -> StagedPages:
+        """Wait for it; raises what went wrong."""
+        ...
+
+    def cancel(self) -> None:
+        """Stop it where that is still possible; its result is not wanted any more."""
+        ...
+
+
+class Transfer(Protocol):
+    """Whatever can stage pages; tests inject others than the threads."""
+
+    def submit(self, job: TransferJob) -> TransferHandle:
+        """Start a copy; does not wait and does not raise for what the copy will meet."""
+        ...
+
+    def close(self) -> None:
+        """Wait for running copies and release the workers."""
+        ...
+
+
+def stage(store: PageStore, job: TransferJob) -> StagedPages:
+    """Read a job and copy it to the device; returns when the device has it. Raises what the store raises."""
+    rows = store.read(job.layer, list(job.pages))
+    if rows.dtype != np.uint32 or rows.ndim != 2 or len(rows) != len(job.pages):
+        raise TransferError(f"asked for {len(job.pages)} pages, the store gave {rows.dtype} {rows.shape}")
+    words, start = [], 0
+    for width in job.chunks:
+        buffer = np.zeros((width, rows.shape[1]), np.uint32)
+        part = rows[start : start + width]
+        buffer[: len(part)] = part
+        words.append(jax.device_put(buffer))
+        start += width
+    return StagedPages(tuple(jax.block_until_ready(words)), len(rows))
+
+
+class _Ended:
+    """Handle of a copy that ran inside of ``submit``."""
+
+    def __init__(self, store: PageStore, job: TransferJob):
+        self._staged, self._error = None, None
+        try:
+            self._staged = stage(store, job)
+        except Exception as error:
+            self._error = error
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> StagedPages:
+        if self._staged is None:
+            raise self._error or TransferError("the copy was cancelled")
+        return self._staged
+
+    def cancel(self) -> None:
+        self._staged = None
+
+
+class SyncTransfer:
+    """Copies inside of ``submit``: deterministic, and what the asynchronous form must equal."""
+
+    def __init__(self, store: PageStore):
+        self._store = store
+
+    def submit(self, job: TransferJob) -> TransferHandle:
+        """Run the copy now."""
+        return _Ended(self._store, job)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class _Pending:
+    """Handle of a copy in the thread pool."""
+
+    def __init__(self, future: Future):
+        self._future = future
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self) -> StagedPages:
+        try:
+            return self._future.result()
+        except CancelledError as error:
+            raise TransferError("the copy was cancelled") from error
+
+    def cancel(self) -> None:
+        self._future.cancel()
+
+
+class ThreadTransfer:
+    """Copies in ``workers`` threads. The pager bounds and counts what is in flight."""
+
+    def __init__(self, store: PageStore, workers: int = 2):
+        self._store = store
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="pwjax-transfer")
+
+    def submit(self, job: TransferJob) -> TransferHandle:
+        """Queue a copy for the next free worker."""
+        return _Pending(self._pool.submit(stage, self._store, job))
+
+    def close(self) -> None:
+        """Drop queued copies, wait for running ones and end the threads."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
