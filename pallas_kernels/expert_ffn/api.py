@@ -1,0 +1,32 @@
+"""Public op and dispatch: ``implementation=None`` takes the best available, a named one never falls back."""
+
+import jax
+
+from pallas_kernels.expert_ffn.reference import paged_expert_ffn
+from pallas_kernels.pages import Geometry
+
+IMPLEMENTATIONS = {"xla": paged_expert_ffn}
+
+
+def expert_ffn(
+    x: jax.Array,
+    experts_of: jax.Array,
+    gates: jax.Array,
+    valid: jax.Array,
+    arena: jax.Array,
+    bits: jax.Array,
+    pages: jax.Array,
+    geometry: Geometry,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Routed experts of one layer at any mix of bits.
+
+    ``x`` float32[T, H]; ``experts_of`` int32[T, k]; ``gates`` float32[T, k]; ``valid`` bool[T] (masked tokens
+    cost nothing and give 0); ``arena`` uint32[num_pages, page_words]; ``bits`` int32[E, 2];
+    ``pages`` int32[E, 2, S]. Returns ``(y float32[T, H], stats float32[T, k, 2])``, stats being the squared
+    norms of both blocks' inputs. Raises ValueError for an unknown ``implementation``.
+    """
+    name = implementation or "xla"
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"unknown expert_ffn implementation {name!r}; choose from {', '.join(IMPLEMENTATIONS)}")
+    return IMPLEMENTATIONS[name](x, experts_of, gates, valid, arena, bits, pages, geometry)

@@ -1,0 +1,111 @@
+"""Attention in two parts joined by log-sum-exp: past tokens from arena pages, and fresh tokens.
+
+Online softmax over groups of pages, never a gather of the whole context. An empty past has weight exactly 0,
+and iterations past a row's own length leave it unchanged, so a row does not depend on its neighbours' lengths.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Past tokens taken per iteration of the online softmax.
+GROUP_TOKENS = 128
+
+
+class Past(NamedTuple):
+    """Committed KV of every slot.
+
+    ``arena`` uint32[num_pages, page_words]; ``table`` int32[slots, L, 2, P] (K and V page ids; page 0 is null);
+    ``length`` int32[slots] tokens in pages.
+    """
+
+    arena: jax.Array
+    table: jax.Array
+    length: jax.Array
+
+
+class Softmax(NamedTuple):
+    """Running softmax: ``acc`` [B, G, R, T, D], ``peak`` and ``total`` [B, G, R, T] (G KV heads, R queries each)."""
+
+    acc: jax.Array
+    peak: jax.Array
+    total: jax.Array
+
+
+def _absorb(state: Softmax, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> Softmax:
+    """Take keys/values [B, F, G, D] with ``mask`` broadcastable to [B, 1, 1, T, F] into the running softmax."""
+    scores = jnp.where(mask, jnp.einsum("bgrtd,bfgd->bgrtf", q, k), -jnp.inf)
+    peak = jnp.maximum(state.peak, scores.max(-1))
+    safe = jnp.where(jnp.isneginf(peak), 0.0, peak)
+    weight = jnp.exp(scores - safe[..., None])
+    keep = jnp.exp(state.peak - safe)
+    acc = state.acc * keep[..., None] + jnp.einsum("bgrtf,bfgd->bgrtd", weight, v)
+    return Softmax(acc, peak, state.total * keep + weight.sum(-1))
+
+
+def pack_rows(rows: jax.Array) -> jax.Array:
+    """uint32[..., row_words] words of KV rows [..., heads, D] in bfloat16 or float32."""
+    flat = rows.reshape(*rows.shape[:-2], -1)
+    if flat.dtype == jnp.float32:
+        return lax.bitcast_convert_type(flat, jnp.uint32)
+    return lax.bitcast_convert_type(flat.reshape(*flat.shape[:-1], -1, 2), jnp.uint32)
+
+
+def unpack_rows(words: jax.Array, heads: int, dtype) -> jax.Array:
+    """float32[..., heads, D] from :func:`pack_rows` words."""
+    if dtype == jnp.float32:
+        flat = lax.bitcast_convert_type(words, jnp.float32)
+    else:
+        flat = lax.bitcast_convert_type(words, jnp.bfloat16).astype(jnp.float32)
+    return flat.reshape(*words.shape[:-1], heads, -1)
+
+
+def paged_attention(
+    q: jax.Array, fresh_k: jax.Array, fresh_v: jax.Array, fresh_start: jax.Array, past: Past | None, layer: jax.Array
+) -> jax.Array:
+    """Causal attention of T queries a slot over its past pages and the fresh tokens of this dispatch.
+
+    ``q`` float32[B, T, heads, D], already scaled; query ``t`` sees fresh tokens ``0..fresh_start+t``.
+    ``fresh_k``, ``fresh_v`` [B, F, kv_heads, D] in the cache dtype; ``past`` None means no past at all.
+    Returns float32[B, T, heads * D].
+    """
+    if past is None and q.shape[0] > 1:
+        # One sequence at a time: its scores stay in cache, and backward recomputes instead of storing them.
+        one = jax.checkpoint(lambda row: paged_attention(*(a[None] for a in row), fresh_start, None, layer)[0])
+        return lax.map(one, (q, fresh_k, fresh_v))
+    batch, length, heads, dim = q.shape
+    kv_heads = fresh_k.shape[2]
+    q = q.reshape(batch, length, kv_heads, heads // kv_heads, dim).transpose(0, 2, 3, 1, 4)
+    lead = q.shape[:-1]
+    state = Softmax(jnp.zeros(q.shape, jnp.float32), jnp.full(lead, -jnp.inf), jnp.zeros(lead))
+    if past is not None:
+        state = _absorb_past(state, q, past, layer, kv_heads, fresh_k.dtype)
+    seen = jnp.arange(fresh_k.shape[1]) <= fresh_start + jnp.arange(length)[:, None]
+    state = _absorb(state, q, fresh_k.astype(jnp.float32), fresh_v.astype(jnp.float32), seen)
+    out = state.acc / state.total[..., None]
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads * dim)
+
+
+def _absorb_past(state: Softmax, q: jax.Array, past: Past, layer: jax.Array, kv_heads: int, dtype) -> Softmax:
+    batch, dim = q.shape[0], q.shape[-1]
+    row_words = kv_heads * dim * jnp.dtype(dtype).itemsize // 4
+    page_tokens = past.arena.shape[1] // row_words
+    table = lax.dynamic_index_in_dim(past.table, layer, axis=1, keepdims=False)  # (slots, 2, P)
+    step = min(table.shape[-1], max(1, GROUP_TOKENS // page_tokens))
+    table = jnp.pad(table, ((0, 0), (0, 0), (0, -table.shape[-1] % step)))
+
+    def tokens_of(pages):  # (slots, step) -> (slots, step * page_tokens, heads, D)
+        words = past.arena[pages, : page_tokens * row_words]
+        return unpack_rows(words.reshape(batch, -1, row_words), kv_heads, dtype)
+
+    def body(i, state):
+        pages = lax.dynamic_slice_in_dim(table, i * step, step, axis=2)
+        position = i * step * page_tokens + jnp.arange(step * page_tokens)
+        mask = (position < past.length[:, None])[:, None, None, None, :]
+        values = jnp.where(mask[:, 0, 0, 0, :, None, None], tokens_of(pages[:, 1]), 0.0)
+        return _absorb(state, q, tokens_of(pages[:, 0]), values, mask)
+
+    span = step * page_tokens
+    return lax.fori_loop(0, (past.length.max() + span - 1) // span, body, state)

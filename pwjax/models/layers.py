@@ -1,0 +1,32 @@
+"""Norm, rotary positions and projections shared by the model families; pure functions, float32 inside."""
+
+import jax
+import jax.numpy as jnp
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last axis, times ``scale``, in float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * scale.astype(jnp.float32)
+
+
+def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """``x @ kernel.T + bias`` with ``kernel`` [out, in], as float32.
+
+    Written as an einsum: a batch-1 ``x @ W.T`` is several times slower on some XLA CPU versions.
+    """
+    y = jnp.einsum("...k,nk->...n", x, kernel.astype(x.dtype))
+    return y if bias is None else y + bias.astype(x.dtype)
+
+
+def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+    """Rotary position embedding in the half-split form.
+
+    ``x`` float32[B, T, heads, D], ``positions`` int32[B, T].
+    """
+    half = x.shape[-1] // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions[..., None, None].astype(jnp.float32) * frequency
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    first, second = x[..., :half], x[..., half:]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
