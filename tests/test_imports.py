@@ -79,6 +79,13 @@ def test_optional_packages_are_imported_lazily(room):
     assert not wrong, "\n".join(wrong)
 
 
+def test_every_folder_of_modules_is_a_package():
+    # The wheel is built from packages: a folder without __init__.py works in a clone and is missing for users.
+    folders = {path.parent for room in PACKAGES for path in modules(room)}
+    missing = [str(f.relative_to(ROOT)) for f in sorted(folders) if not (f / "__init__.py").is_file()]
+    assert not missing, f"no __init__.py in {', '.join(missing)}"
+
+
 def test_every_module_imports_without_the_extras():
     names = []
     for room in PACKAGES:

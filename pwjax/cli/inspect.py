@@ -1,0 +1,97 @@
+"""``pwjax inspect``: what is in a quantized model, what it takes at every precision, and whether it is whole."""
+
+import json
+import sys
+from typing import Any
+
+import click
+import numpy as np
+
+from pwjax.checkpoints.artifact import Artifact
+from pwjax.checkpoints.manifest import DENSE
+from pwjax.cli.options import json_option
+from pwjax.cli.units import format_bytes
+from pwjax.errors import ArtifactError
+
+
+@click.command()
+@click.argument("model", metavar="OUT")
+@click.option("--verify", is_flag=True, help="Read every byte and check it against checksums.")
+@json_option
+def command(model: str, verify: bool, as_json: bool) -> None:
+    """Summarize the quantized model OUT, or verify it."""
+    artifact = Artifact.open(model)
+    summary = summarize(artifact)
+    if verify:
+        summary["problems"] = artifact.verify(_progress)
+        _progress("")
+    click.echo(json.dumps(summary) if as_json else render(summary))
+    if problems := summary.get("problems"):
+        count = f"{len(problems)} problem{'s' * (len(problems) > 1)}"
+        raise ArtifactError(f"{model} is damaged, {count} found: {problems[0]}; quantize anew, or copy it again")
+
+
+def summarize(artifact: Artifact) -> dict[str, Any]:
+    """JSON-ready facts; ``experts`` has one row for each precision that all blocks could have together."""
+    geometry, table, files = artifact.geometry, artifact.table(), artifact.manifest["files"]
+    params = int(table.params.sum())
+    experts = []
+    for level, bits in enumerate(table.widths):
+        pages = int(table.pages[:, level].sum())
+        experts.append({
+            "bits": bits,
+            "pages": pages,
+            "bytes": pages * geometry.page_bytes,
+            # Planes, LUTs and the unused ends of pages: what the precision really costs.
+            "bits_per_weight": pages * geometry.page_bytes * 8 / params,
+            "damage": float(np.sum(table.damage[:, level])),
+        })
+    return {
+        "path": str(artifact.path),
+        "config": artifact.config.to_json(),
+        "geometry": geometry.to_json(),
+        "page_bytes": geometry.page_bytes,
+        "blocks": artifact.config.blocks,
+        "expert_params": params,
+        "dense_bytes": files[DENSE]["bytes"],
+        "disk_bytes": sum(facts["bytes"] for facts in files.values()),
+        "files": len(files),
+        "damage_tables": list(artifact.manifest["calibration"]["damage"]),
+        "tokenizer": artifact.tokenizer_path is not None,
+        "experts": experts,
+    }
+
+
+def render(summary: dict[str, Any]) -> str:
+    """The summary as text."""
+    config, geometry = summary["config"], summary["geometry"]
+    lut_rows = f"{geometry['gate_up']['lut_rows']} (gate_up), {geometry['down']['lut_rows']} (down)"
+    facts = [
+        ("path", summary["path"]),
+        ("model", f"{config['model_type']}, {config['num_layers']} layers, hidden {config['hidden_size']}, "
+                  f"vocabulary {config['vocab_size']}, context {config['max_positions']}"),
+        ("experts", f"{config['num_experts']} a layer, {config['top_k']} of them a token, "
+                    f"{summary['expert_params'] / 1e6:,.1f} M weights in {summary['blocks']} blocks"),
+        ("pages", f"{format_bytes(summary['page_bytes'])} each; rows that share a LUT: {lut_rows}"),
+        ("never paged", format_bytes(summary["dense_bytes"])),
+        ("on disk", f"{format_bytes(summary['disk_bytes'])} in {summary['files']} files"),
+        ("damage", f"tables: {', '.join(summary['damage_tables'])}"),
+        ("tokenizer", "included" if summary["tokenizer"] else "none: token ids only"),
+    ]
+    lines = [f"{name:<12} {text}" for name, text in facts]
+    lines += ["", "all experts at   resident     pages  bits a weight  predicted damage"]
+    for row in summary["experts"]:
+        lines.append(
+            f"{row['bits']:>9} bits {format_bytes(row['bytes']):>12} {row['pages']:>9} {row['bits_per_weight']:>14.2f}"
+            f" {row['damage']:>17.6g}"
+        )
+    if "problems" in summary:
+        found = [f"problem: {text}" for text in summary["problems"]]
+        lines += ["", *(found or ["verified: every byte is as it was written"])]
+    return "\n".join(lines)
+
+
+def _progress(name: str) -> None:
+    """One line that overwrites itself, on terminals only; an empty name clears it."""
+    if sys.stderr.isatty():
+        click.echo(f"\r\x1b[K{name and f'checking {name}'}", nl=False, err=True)
