@@ -117,10 +117,10 @@ def _real(name: str, value, low: float, high: float | None, hint: str) -> None:
 class SamplingArrays(NamedTuple):
     """The sampling parameters of every slot, as arrays that a compiled step takes as arguments."""
 
-    temperature: jax.Array  # float32[S]
-    top_k: jax.Array  # int32[S]
-    top_p: jax.Array  # float32[S]
-    min_p: jax.Array  # float32[S]
+    temperature: jax.Array | np.ndarray  # float32[S]
+    top_k: jax.Array | np.ndarray  # int32[S]
+    top_p: jax.Array | np.ndarray  # float32[S]
+    min_p: jax.Array | np.ndarray  # float32[S]
 
     @classmethod
     def of(cls, slots: Sequence[SamplingParams | None]) -> Self:
@@ -132,7 +132,7 @@ class SamplingArrays(NamedTuple):
             np.array([min(p.top_k, 2**31 - 1) for p in params], np.int32),
             np.array([p.top_p for p in params], np.float32),
             np.array([p.min_p for p in params], np.float32),
-        )  # pyright: ignore[reportArgumentType]
+        )
 
 
 def sample(
