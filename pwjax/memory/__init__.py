@@ -7,12 +7,13 @@ from pwjax.memory.arena import PageError as PageError
 from pwjax.memory.arena import commit_programs as commit_programs
 from pwjax.memory.arena import program_memory as program_memory
 
+# Moves
+from pwjax.memory.host_store import HostStore as HostStore
+
 # Tenants
 from pwjax.memory.kv import KVPages as KVPages
 from pwjax.memory.page_table import PageTable as PageTable
 from pwjax.memory.page_table import PageTableState as PageTableState
-
-# Moves
 from pwjax.memory.pager import Pager as Pager
 from pwjax.memory.report import BoundaryReport as BoundaryReport
 from pwjax.memory.report import Commit as Commit

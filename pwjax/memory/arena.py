@@ -165,6 +165,8 @@ class ProgramMemory:
 def program_memory(compiled: jax.stages.Compiled) -> ProgramMemory:
     """Sizes that XLA reports for a compiled program (never its peak figure, which omits temporaries on the CPU)."""
     stats = compiled.memory_analysis()
+    if stats is None:
+        raise RuntimeError("this backend does not report the memory of compiled programs, so no budget can be kept")
     return ProgramMemory(
         stats.argument_size_in_bytes, stats.output_size_in_bytes, stats.alias_size_in_bytes, stats.temp_size_in_bytes
     )

@@ -43,11 +43,16 @@ def _update(table: PageTable, epoch: jax.Array, blocks: jax.Array, bits: jax.Arr
     return PageTable(flat.reshape(table.bits.shape), rows.reshape(table.pages.shape), epoch)
 
 
+def _empty(layers: int, experts: int, slots: int) -> PageTable:
+    zeros = partial(jnp.zeros, dtype=jnp.int32)
+    return PageTable(zeros((layers, experts, 2)), zeros((layers, experts, 2, slots)), zeros(()))
+
+
 @lru_cache(maxsize=32)
 def compile_table_update(layers: int, experts: int, slots: int, width: int = UPDATE_BLOCKS) -> jax.stages.Compiled:
     """Program ``(table, epoch, blocks int32[C], bits int32[C], pages int32[C, S]) -> table``, the table donated."""
     spec = partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
-    table = PageTable(spec((layers, experts, 2)), spec((layers, experts, 2, slots)), spec(()))
+    table = jax.eval_shape(partial(_empty, layers, experts, slots))
     lowered = jax.jit(_update, donate_argnums=0).lower(
         table, spec(()), spec((width,)), spec((width,)), spec((width, slots))
     )
@@ -68,9 +73,7 @@ class PageTableState:
         self.epoch = 0
         self._dirty: set[int] = set()
         self._program = compile_table_update(layers, experts, geometry.slots)
-        self._table = PageTable(
-            jnp.zeros(self.bits.shape, jnp.int32), jnp.zeros(self.pages.shape, jnp.int32), jnp.zeros((), jnp.int32)
-        )
+        self._table = _empty(layers, experts, geometry.slots)
 
     @property
     def table(self) -> PageTable:

@@ -71,6 +71,8 @@ class Pager:
         self._moves: dict[int, Move] = {}
         self._draining: list[tuple[TransferHandle, int]] = []  # cancelled copies whose words may still live
         self._shapes: dict[tuple[int, int, int], MoveShape] = {}
+        starts = [(expert, matrix) for expert in range(table.experts) for matrix in (0, 1)]
+        self._host_start = [geometry.host_block_start(*start) for start in starts]
         self._bits_pages = np.zeros((2, 17), np.int64)  # pages of (matrix, bits); 0 bits take none
         for matrix in (0, 1):
             for bits in geometry.all_bits:
@@ -204,7 +206,8 @@ class Pager:
         """Raise :class:`PageError` where a promise of this module is broken; for tests and debugging."""
         self.allocator.check_invariants()
         self.table.validate(self.allocator)
-        reserved = {owner: n for owner, n in self.allocator.counts().items() if owner[0] == "move"}
+        moves = [move_owner(block) for block in range(self.table.blocks)]
+        reserved = {owner: pages for owner in moves if (pages := self.allocator.pages_of(owner))}
         for move in self._moves.values():
             if reserved.pop(move_owner(move.block), 0) != len(move.reserved):
                 raise PageError(f"block {move.block} does not own its reservation")
@@ -243,8 +246,9 @@ class Pager:
         # Copies nobody wants may have ended earlier in the logged run: their staging must be free here too.
         unwanted = [move.handle for move, _ in failed] + [handle for handle, _ in self._draining]
         for handle in unwanted:
-            with suppress(Exception):
-                handle.result()
+            if handle is not None:
+                with suppress(Exception):
+                    handle.result()
         return landed, failed
 
     def _staged(self, move: Move) -> StagedPages:
@@ -370,8 +374,8 @@ class Pager:
         return True
 
     def _job(self, move: Move) -> TransferJob:
-        layer, expert, matrix = self.table.locate(move.block)
-        first = self.geometry.host_block_start(expert, matrix)
+        layer, _, _ = self.table.locate(move.block)
+        first = self._host_start[move.block % len(self._host_start)]
         pages = tuple(first + page for page in move.writes[move.part])
         return TransferJob(move.block, layer, pages, self.arena.page_widths)
 
