@@ -1,0 +1,183 @@
+"""A quantized model on disk: opened with every cheap check, verified to the last byte on request."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import load_file
+
+from pallas_kernels.bitplanes import read_block
+from pallas_kernels.pages import Geometry
+from planner.tables import BlockTable
+from pwjax.checkpoints import manifest as manifests
+from pwjax.checkpoints.tree import dense_shapes, name_all, shape_problems, unflatten
+from pwjax.config import ModelConfig
+from pwjax.errors import ArtifactError
+from pwjax.memory.host_store import HostStore, crc_file, page_file
+
+
+class Artifact:
+    """An artifact directory, made by ``pwjax.quantize``; open it with :meth:`open`.
+
+    ``path``, ``config`` (ModelConfig), ``geometry`` (Geometry), ``manifest`` (dict).
+    """
+
+    def __init__(self, path: Path, config: ModelConfig, geometry: Geometry, manifest: dict):
+        self.path, self.config, self.geometry, self.manifest = path, config, geometry, manifest
+
+    @classmethod
+    def open(cls, path: str | os.PathLike) -> "Artifact":
+        """Open ``path`` and check manifest, file sizes, and names, types and shapes of all tensors.
+
+        Raises ArtifactError that names everything missing, extra or misshapen. Page contents are checked when they
+        are read, or by :meth:`verify`.
+        """
+        path = Path(path)
+        manifest, config, geometry = manifests.read(path)
+        artifact = cls(path, config, geometry, manifest)
+        problems = artifact._file_problems()
+        if not problems:
+            problems = artifact._tensor_problems()
+        if problems:
+            raise ArtifactError(f"the quantized model at {path} is not whole: {name_all(problems)}")
+        return artifact
+
+    @property
+    def tokenizer_path(self) -> Path | None:
+        """The artifact's ``tokenizer.json``, or None where it was made without one."""
+        path = self.path / "tokenizer.json"
+        return path if path.exists() else None
+
+    def table(self, kind: str | None = None) -> BlockTable:
+        """Damage, pages and routing mass for the planner; ``kind`` names a damage table, None the default one.
+
+        ArtifactError where the artifact has no such table.
+        """
+        kinds = self.manifest["calibration"]["damage"]
+        kind = kind or kinds[0]
+        if kind not in kinds:
+            raise ArtifactError(f"{self.path} has no damage table {kind!r}; it has {', '.join(kinds)}")
+        tables = self._tables()
+        geometry, per_matrix = self.geometry, self.config.blocks // 2
+        pages = [[geometry.block_pages(m, b) for b in geometry.all_bits] for m in (0, 1)]
+        try:
+            return BlockTable(
+                layers=self.config.num_layers,
+                experts=self.config.num_experts,
+                widths=geometry.all_bits,
+                damage=tables[f"damage/{kind}"],
+                pages=np.tile(np.array(pages, np.int64), (per_matrix, 1)),
+                params=np.tile([geometry.shape(m).params for m in (0, 1)], per_matrix),
+                routing_mass=tables["routing_mass"],
+            )
+        except ValueError as error:
+            raise ArtifactError(f"{self.path / manifests.TABLES} cannot be used: {error}") from error
+
+    def dense_params(self) -> dict:
+        """Everything that is not paged: nested dictionary of bfloat16 arrays."""
+        try:
+            return unflatten(load_file(self.path / manifests.DENSE))
+        except (OSError, SafetensorError) as error:
+            raise ArtifactError(f"cannot read {self.path / manifests.DENSE}: {error}") from error
+
+    def host_store(self) -> HostStore:
+        """A store over the page files; close it after use."""
+        return HostStore(self.path / manifests.PAGES, self.geometry, self.config.num_layers, self.config.num_experts)
+
+    def expert_params(self, bits: int) -> dict:
+        """Dequantized routed experts at ``bits`` for the dense form: ``{"gate_up", "down"}`` float32[L, E, out, in]."""
+        layers, experts = self.config.num_layers, self.config.num_experts
+        names = ("gate_up", "down")
+        out = {
+            name: np.empty((layers, experts, self.geometry.shape(m).rows, self.geometry.shape(m).cols), np.float32)
+            for m, name in enumerate(names)
+        }
+        with self.host_store() as store:
+            for layer in range(layers):
+                for expert in range(experts):
+                    for m, name in enumerate(names):
+                        out[name][layer, expert] = self.read_block(store, layer, expert, m, bits)
+        return out
+
+    def read_block(self, store: HostStore, layer: int, expert: int, matrix: int, bits: int) -> np.ndarray:
+        """Weights float32[out, in] of one block at ``bits``."""
+        first = self.geometry.host_block_start(expert, matrix)
+        pages = store.read(layer, range(first, first + self.geometry.host_block_pages(matrix)))
+        return read_block(pages, self.geometry, matrix, bits)
+
+    def verify(self, progress: Callable[[str], None] = lambda _name: None) -> list[str]:
+        """Read every byte; returns what is wrong, one sentence each, empty when all is well.
+
+        ``progress`` is called with each file's name before it is read. Corrupted pages are named.
+        """
+        problems = self._file_problems()
+        for name, facts in self.manifest["files"].items():
+            if any(problem.startswith(f"{name} ") for problem in problems):
+                continue
+            progress(name)
+            if manifests.file_sha256(self.path / name) == facts["sha256"]:
+                continue
+            problems.append(f"{name} has another sha256 than the manifest says")
+        page_files = {f"{manifests.PAGES}/{f(i)}" for i in range(self.config.num_layers) for f in (page_file, crc_file)}
+        if not any(problem.split(" ")[0] in page_files and "sha256" not in problem for problem in problems):
+            with self.host_store() as store:
+                for layer in range(self.config.num_layers):
+                    bad = store.check(layer)
+                    if bad:
+                        name = f"{manifests.PAGES}/{page_file(layer)}"
+                        shown = ", ".join(map(str, bad[:8])) + (", …" if len(bad) > 8 else "")
+                        problems.append(f"{name} has {len(bad)} corrupted pages: {shown}")
+        return problems
+
+    def _tables(self) -> dict[str, np.ndarray]:
+        try:
+            return load_file(self.path / manifests.TABLES)
+        except (OSError, SafetensorError) as error:
+            raise ArtifactError(f"cannot read {self.path / manifests.TABLES}: {error}") from error
+
+    def _file_problems(self) -> list[str]:
+        """Files that are missing, of another size, or in ``pages/`` without belonging there."""
+        problems = []
+        files = self.manifest["files"]
+        needed = [manifests.DENSE, manifests.TABLES]
+        for layer in range(self.config.num_layers):
+            needed += [f"{manifests.PAGES}/{page_file(layer)}", f"{manifests.PAGES}/{crc_file(layer)}"]
+        problems += [f"{name} is not in the manifest" for name in needed if name not in files]
+        for name, facts in files.items():
+            path = self.path / name
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                problems.append(f"{name} lies outside of the directory")
+            elif not path.is_file():
+                problems.append(f"{name} is missing")
+            elif path.stat().st_size != facts["bytes"]:
+                problems.append(f"{name} has {path.stat().st_size} bytes instead of {facts['bytes']}")
+        page_dir = self.path / manifests.PAGES
+        strays = sorted(p.name for p in page_dir.iterdir()) if page_dir.is_dir() else []
+        problems += [
+            f"{manifests.PAGES}/{name} does not belong there" for name in strays if f"pages/{name}" not in files
+        ]
+        return problems
+
+    def _tensor_problems(self) -> list[str]:
+        """Tensors whose name, type or shape is not what the model needs."""
+        blocks, widths = self.config.blocks, len(self.geometry.all_bits)
+        tables = {f"damage/{kind}": (blocks, widths) for kind in self.manifest["calibration"]["damage"]}
+        tables["routing_mass"] = (self.config.num_layers, self.config.num_experts)
+        problems = _safetensors_problems(self.path / manifests.DENSE, dense_shapes(self.config), "BF16")
+        return problems + _safetensors_problems(self.path / manifests.TABLES, tables, "F64", extra_ok=True)
+
+
+def _safetensors_problems(path: Path, wanted: dict, dtype: str, extra_ok: bool = False) -> list[str]:
+    """What is wrong with the header of a safetensors file."""
+    try:
+        with safe_open(path, "numpy") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}
+            found = {name: tuple(s.get_shape()) for name, s in slices.items() if name in wanted or not extra_ok}
+            types = {name: slices[name].get_dtype() for name in found}
+    except (OSError, SafetensorError) as error:
+        return [f"{path.name} cannot be read: {error}"]
+    problems = [f"{path.name}: {problem}" for problem in shape_problems(found, wanted)]
+    wrong = [name for name, got in types.items() if name in wanted and got != dtype]
+    return problems + [f"{path.name}: {name} is {types[name]} instead of {dtype}" for name in wrong]
