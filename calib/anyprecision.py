@@ -129,7 +129,7 @@ def choose_lut_rows(
     widths: tuple[int, ...],
     fallback: bool,
     kv_row_words: int,
-    candidates: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+    candidates: tuple[tuple[int, ...], ...] | None = None,
     page_words: int | None = None,
 ) -> LutChoice:
     """The LUT group of each matrix with the least weighted error at equal bytes, and the page size that suits it.
@@ -138,15 +138,15 @@ def choose_lut_rows(
     whole pages, and the page size follows the groups, so the choice is repeated until neither moves. Groups whose
     scales overflow are no candidates. ``candidates`` fixes the groups, ``page_words`` the page.
     """
-    candidates = candidates or tuple(lut_candidates(rows) for rows, _ in shapes)
-    errors = {m: _sample_errors(samples[m], widths, candidates[m]) for m in (0, 1)}
+    groups_of = candidates or tuple(lut_candidates(rows) for rows, _ in shapes)
+    errors = {m: _sample_errors(samples[m], widths, groups_of[m]) for m in (0, 1)}
     blocks = lambda groups: [BlockShape(*shapes[m], groups[m]) for m in (0, 1)]  # noqa: E731
     chosen = tuple(min(errors[m], key=lambda g: abs(g - 4)) for m in (0, 1))
     seen: list[tuple[int, ...]] = []
     while True:
         words = page_words or choose_page_words(*blocks(chosen), widths, fallback, kv_row_words)
         if chosen in seen:
-            return LutChoice(chosen, words, errors)
+            return LutChoice((chosen[0], chosen[1]), words, errors)
         seen.append(chosen)
         chosen = tuple(
             best_curve(
@@ -172,9 +172,9 @@ def best_curve(curves: dict[int, list[tuple[int, float]]]) -> int:
 
     Challengers are tried in order and must win, so the first of equals stays.
     """
-    best = None
-    for key in curves:
-        if best is None or _log_gap(curves[key], curves[best]) < 0:
+    best, *challengers = curves
+    for key in challengers:
+        if _log_gap(curves[key], curves[best]) < 0:
             best = key
     return best
 

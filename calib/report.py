@@ -2,8 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 
-MATRICES = ("gate_up", "down")
-
 
 def layer_rows(
     layer: int, error: Mapping[str, Mapping[int, float]], energy: Mapping[str, float]

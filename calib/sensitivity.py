@@ -61,7 +61,7 @@ def routing_shares(mass: Mass, params: Any, windows: np.ndarray) -> np.ndarray:
     """
     run = jax.jit(mass)
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
-    total = sum(np.asarray(run(params, jnp.asarray(tokens, jnp.int32)), np.float64) for tokens in windows)
+    total = np.sum([np.asarray(run(params, jnp.asarray(t, jnp.int32)), np.float64) for t in windows], axis=0)
     return total / np.maximum(total.sum(axis=1, keepdims=True), np.finfo(np.float64).tiny)
 
 

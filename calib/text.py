@@ -6,7 +6,7 @@ import numpy as np
 
 
 def windows(
-    texts: Sequence[str] | Sequence[Sequence[int]] | np.ndarray,
+    texts: Sequence[str] | Sequence[Sequence[int]] | Sequence[np.ndarray] | np.ndarray,
     length: int,
     count: int | None = None,
     encode: Callable[[str], Sequence[int]] | None = None,
@@ -34,7 +34,7 @@ def windows(
     return rows.astype(np.int32)
 
 
-def _tokens(text: str | Sequence[int], encode: Callable[[str], Sequence[int]] | None) -> np.ndarray:
+def _tokens(text: str | Sequence[int] | np.ndarray, encode: Callable[[str], Sequence[int]] | None) -> np.ndarray:
     if isinstance(text, str):
         if encode is None:
             raise ValueError("text needs a tokenizer; give one, or give token ids")

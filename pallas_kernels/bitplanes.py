@@ -16,9 +16,20 @@ from pallas_kernels.pages import Geometry, RowLayout
 class QuantizedLike(Protocol):
     """What :func:`block_pages` needs of a quantized matrix (``calib.anyprecision.QuantizedBlock`` has it)."""
 
-    codes: np.ndarray
-    luts: dict[int, np.ndarray]
-    scales: np.ndarray
+    @property
+    def codes(self) -> np.ndarray:
+        """uint8[N, K] at the parent width."""
+        ...
+
+    @property
+    def luts(self) -> dict[int, np.ndarray]:
+        """float16[N/G, 2**b] of each width b."""
+        ...
+
+    @property
+    def scales(self) -> np.ndarray:
+        """float16[N]."""
+        ...
 
 
 def pack_planes(codes: np.ndarray, parent: int) -> np.ndarray:

@@ -153,7 +153,7 @@ def _write_layers(
                 with writer.layer(layer) as file:
                     file.record = {"damage": [], "unrouted": [], "report": []}
                     error = {name: dict.fromkeys(geometry.widths, 0.0) for name in NAMES}
-                    energy = dict.fromkeys(NAMES, 0.0)
+                    energy = {name: 0.0 for name in NAMES}
                     work = _layer_blocks(flat, layer, config, calibration, file.record["unrouted"])
                     # In order of blocks, whoever finishes first: the file does not depend on the number of threads.
                     for matrix, pages, damage, own in pool.map(lambda w: _quantize_one(w, geometry), work):
@@ -173,11 +173,13 @@ def _write_layers(
 def _layer_blocks(flat: dict, layer: int, config: ModelConfig, calibration: Calibration, unrouted: list) -> Iterator:
     """``(name, matrix, weight bfloat16, importance)`` of every block of a layer, in file order."""
     weights = [bf16(flat[name][layer]) for name in EXPERTS]
-    importance = [calibration.importance(layer, matrix) for matrix in (0, 1)]
-    for matrix in (0, 1):
-        if importance[matrix] is not None:
-            importance[matrix], empty = fill_unrouted(importance[matrix])
-            unrouted.extend(f"layer {layer} expert {expert} {NAMES[matrix]}" for expert in empty)
+    importance = []
+    for matrix, name in enumerate(NAMES):
+        own = calibration.importance(layer, matrix)
+        if own is not None:
+            own, empty = fill_unrouted(own)
+            unrouted.extend(f"layer {layer} expert {expert} {name}" for expert in empty)
+        importance.append(own)
     for expert in range(config.num_experts):
         for matrix in (0, 1):
             own = None if importance[matrix] is None else importance[matrix][expert]
@@ -253,5 +255,5 @@ def _key(flat: dict, config: ModelConfig, settings: Settings, tokens: np.ndarray
     for name, value in flat.items():
         sha.update(name.encode())
         for part in value:
-            sha.update(np.ascontiguousarray(bf16(part)).view(np.uint16).astype("<u2", copy=False))
+            sha.update(np.ascontiguousarray(bf16(part)).view(np.uint16).astype("<u2", copy=False).data)
     return sha.hexdigest()

@@ -35,12 +35,14 @@ def load_orbax(path: str | os.PathLike) -> dict:
 
 def params_of(tree: Any, where: str = "the given tree") -> dict:
     """The parameter tree inside ``tree``: itself, or what is under ``params`` of a train state or of variables."""
-    for _ in range(3):
-        if not isinstance(tree, Mapping):
-            break
-        if "embed" in tree and "layers" in tree:
-            return unflatten(flatten(tree))
-        tree = next((tree[key] for key in _KEYS if key in tree), None)
+    inner = tree
+    for _ in range(4):
+        if isinstance(inner, Mapping):
+            if "embed" in inner or "layers" in inner:
+                return unflatten(flatten(inner))
+            inner = next((inner[key] for key in _KEYS if key in inner), None)
+        else:
+            inner = getattr(inner, "params", None)  # a train state object
     raise CheckpointError(
         f"{where} has no parameters of this model: expected `embed`, `layers`, … or a tree with `params`"
     )

@@ -19,7 +19,7 @@ def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"embed/embedding": (vocab, hidden), "norm/scale": (hidden,)}
     if not config.tie_embeddings:
         shapes["lm_head/kernel"] = (vocab, hidden)
-    layer = {"input_norm/scale": (hidden,), "post_norm/scale": (hidden,)}
+    layer: dict[str, tuple[int, ...]] = {"input_norm/scale": (hidden,), "post_norm/scale": (hidden,)}
     layer["attn/o/kernel"] = (hidden, widths["q"])
     for name, width in widths.items():
         layer[f"attn/{name}/kernel"] = (width, hidden)

@@ -44,7 +44,7 @@ class LayerFile:
         """Append ``pages`` uint32[n, page_words]."""
         pages = np.ascontiguousarray(pages, "<u4")
         self.crcs.extend(zlib.crc32(page) for page in pages)
-        self._sha.update(pages)
+        self._sha.update(pages.data)
         self._file.write(pages)
         self.bytes += pages.nbytes
 
@@ -160,8 +160,7 @@ class ArtifactWriter:
             os.rename(self.body, self.out)
             _sync_folder(self.out.absolute().parent)
         shutil.rmtree(self.partial, ignore_errors=True)
-        os.close(self._lock)
-        self._lock = None
+        self.close()
         return self.out
 
     @contextlib.contextmanager
@@ -181,7 +180,7 @@ class ArtifactWriter:
         """Release the lock; finished layers and scratch files stay for the next run, an idle directory goes."""
         if self._lock is None:
             return
-        if not self._kept():
+        if self.partial.exists() and not self._kept():
             shutil.rmtree(self.partial, ignore_errors=True)
         os.close(self._lock)
         self._lock = None

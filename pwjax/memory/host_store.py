@@ -95,7 +95,7 @@ class HostStore:
         """Fill ``out`` uint32[n, page_words] with consecutive pages from ``page`` on."""
         if not self._files:
             raise ArtifactError(f"the page store {self.path} is closed")
-        target = memoryview(out).cast("B")
+        target = out.data.cast("B")
         offset, done = page * self.geometry.page_bytes, 0
         while done < len(target):
             piece = target[done : done + MAX_READ_BYTES]
