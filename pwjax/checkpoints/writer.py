@@ -23,6 +23,7 @@ from pwjax.checkpoints import manifest as manifests
 from pwjax.config import ModelConfig
 from pwjax.errors import ArtifactError
 from pwjax.memory.host_store import crc_file, page_file
+from pwjax.units import format_bytes
 
 # Room for the manifest, the tables and the file system's own bookkeeping.
 _SLACK_BYTES = 4 << 20
@@ -91,8 +92,8 @@ class ArtifactWriter:
         need, free = more_bytes + _SLACK_BYTES, shutil.disk_usage(self.partial).free
         if need > free:
             raise ArtifactError(
-                f"not enough disk space at {self.out.absolute().parent}: {need / 2**30:.2f} GiB are needed, "
-                f"{free / 2**30:.2f} GiB are free; free some or choose another place"
+                f"not enough disk space at {self.out.absolute().parent}: {format_bytes(need)} are needed, "
+                f"{format_bytes(free)} are free; free some or choose another place"
             )
 
     def records(self) -> dict[int, dict]:
