@@ -1,14 +1,15 @@
 """Calibration: a model and text in, quantized blocks and damage tables out. Knows no model of its own.
 
 kmeans        nested_kmeans: deterministic weighted 1-D clusterings of all rows at once
-anyprecision  quantize_block, dequantize, choose_lut_rows: one expert matrix at every width
+anyprecision  quantize_block, dequantize: one expert matrix at every width
+lut_groups    choose_lut_rows: how many rows share a table, and the page size
 sensitivity   squared_gradients, routing_shares, paper_damage: what a weight, and a block, is worth
 text          windows: calibration text to token windows
 report        layer_rows, table: relative error of every layer at every width
 """
 
 from calib.anyprecision import QuantizedBlock as QuantizedBlock
-from calib.anyprecision import choose_lut_rows as choose_lut_rows
 from calib.anyprecision import dequantize as dequantize
 from calib.anyprecision import quantize_block as quantize_block
 from calib.kmeans import nested_kmeans as nested_kmeans
+from calib.lut_groups import choose_lut_rows as choose_lut_rows

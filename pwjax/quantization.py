@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from calib import report
-from calib.anyprecision import choose_lut_rows, quantize_block, weighted_energy
+from calib.anyprecision import quantize_block, weighted_energy
+from calib.lut_groups import choose_lut_rows
 from calib.sensitivity import fill_unrouted, paper_damage
 from pallas_kernels.bitplanes import block_pages
 from pallas_kernels.pages import Geometry

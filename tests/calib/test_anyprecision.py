@@ -1,4 +1,4 @@
-"""Blocks: nesting, scales, determinism, and the choice of LUT groups at equal pages."""
+"""Blocks: nesting, scales, determinism."""
 
 import itertools
 
@@ -104,37 +104,3 @@ def test_bad_blocks_are_refused_in_a_sentence():
     ):
         with pytest.raises(ValueError, match=words):
             ap.quantize_block(weight, importance, widths, lut_rows)
-
-
-def test_lut_candidates():
-    assert ap.lut_candidates(192) == (1, 2, 4, 8, 16, 32, 64)
-    assert ap.lut_candidates(12) == (1, 2, 4) and ap.lut_candidates(7) == (1,)
-
-
-def test_best_curve_judges_at_equal_pages():
-    dear = [(20, 0.1), (40, 0.01)]
-    cheap = [(10, 0.11), (20, 0.011)]  # a little worse a width, half the pages
-    assert ap.best_curve({1: dear, 4: cheap}) == 4
-    assert ap.best_curve({1: dear, 4: dear}) == 1
-    assert ap.best_curve({1: [(20, 0.1), (40, 0.01)], 4: [(20, 0.2), (40, 0.02)]}) == 1
-
-
-def test_choice_shares_tables_on_short_rows_only():
-    rng = np.random.default_rng(3)
-    sample = lambda rows, cols: [(heavy(rng, rows, cols), fisher(rng, rows, cols))]  # noqa: E731
-    shapes = ((192, 256), (256, 96))
-    short = ap.choose_lut_rows([sample(*s) for s in shapes], shapes, WIDTHS, True, 64)
-    assert short.lut_rows[0] > 1 and short.lut_rows[1] > 1
-    long = ap.choose_lut_rows((sample(8, 4096), sample(96, 32)), ((8, 4096), (96, 32)), WIDTHS, True, 64)
-    assert long.lut_rows[0] <= 2
-    assert long.page_words >= 2048 and set(short.errors[0]) == {1, 2, 4, 8, 16, 32, 64}
-    fixed = ap.choose_lut_rows(
-        (sample(64, 96), sample(96, 32)),
-        ((64, 96), (96, 32)),
-        WIDTHS,
-        True,
-        64,
-        candidates=((1,), (8,)),
-        page_words=768,
-    )
-    assert fixed.lut_rows == (1, 8) and fixed.page_words == 768
