@@ -118,7 +118,7 @@ def main() -> None:
     config = model_config(args.vocab)
     params = models.init_params(config, args.seed)
     tx = optimizer(params, args.steps, args.peak)
-    state = {"params": params, "opt": tx.init(params), "step": np.int64(0)}
+    state = {"params": params, "opt": tx.init(params), "step": np.zeros((), np.int64)}
     objective = jax.value_and_grad(loss_and_stats(config, args.balance), has_aux=True)
 
     @jax.jit
@@ -151,7 +151,7 @@ def main() -> None:
         bar.set_postfix(nll=f"{nll:.3f}", min_share=f"{share.min():.3f}", refresh=False)
         if not np.isfinite(nll):
             raise SystemExit(f"loss is {nll} at step {step}; lower --peak")
-        state["step"] = np.int64(step + 1)
+        state["step"] = np.asarray(step + 1, np.int64)
         if stop or (step + 1) % args.save_every == 0 or step + 1 == args.steps:
             save_curve(args.work, curve)
             manager.save(step + 1, args=ocp.args.StandardSave(state))

@@ -9,7 +9,7 @@ import click
 
 from pwjax import environment
 from pwjax.cli.options import json_option
-from pwjax.cli.units import format_bytes
+from pwjax.units import format_bytes
 
 
 @click.command()

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import click
 
-from pwjax.cli.units import BytesParam
 from pwjax.errors import UsageError
+from pwjax.units import parse_bytes
 
 DEFAULT_BATCH = 8
 DEFAULT_KV_DTYPE = "bfloat16"
@@ -31,6 +31,18 @@ class EngineOptions:
     kv_dtype: str = DEFAULT_KV_DTYPE
     bits: int | None = None
     policy: str = DEFAULT_POLICY
+
+class BytesParam(click.ParamType):
+    """A click option type that gives an int of bytes."""
+
+    name = "size"
+
+    def convert(self, value, param, ctx):
+        """Parse, and let click name the option in the error."""
+        try:
+            return parse_bytes(value)
+        except UsageError as error:
+            self.fail(str(error), param, ctx)
 
 
 def engine_options(function: Callable) -> Callable:

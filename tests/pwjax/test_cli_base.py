@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import pwjax.cli as cli
 from pwjax import environment
 from pwjax.cli.options import EngineOptions, engine_options
-from pwjax.cli.units import format_bytes, parse_bytes
+from pwjax.units import format_bytes, parse_bytes
 from pwjax.errors import BudgetError, InterruptedRun, UsageError
 
 ROOT = Path(__file__).parents[2]

@@ -3,8 +3,6 @@
 import re
 from fractions import Fraction
 
-import click
-
 from pwjax.errors import UsageError
 
 _UNITS = {"": 1, "b": 1}
@@ -43,16 +41,3 @@ def format_bytes(count: int | float) -> str:
         if size < 1023.995 or unit == "TiB":
             break
     return f"{sign}{size:.2f} {unit}"
-
-
-class BytesParam(click.ParamType):
-    """A click option type that gives an int of bytes."""
-
-    name = "size"
-
-    def convert(self, value, param, ctx):
-        """Parse, and let click name the option in the error."""
-        try:
-            return parse_bytes(value)
-        except UsageError as error:
-            self.fail(str(error), param, ctx)

@@ -1,0 +1,181 @@
+"""The budget as a sum: what every part of the device costs, and how many pages are left for the arena.
+
+Only compiled programs are asked for their sizes (temporaries and outputs); they do not depend on the arena's size, so
+a small arena stands in. ``pwjax plan`` and the engine take this same path.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import jax
+import numpy as np
+
+from pallas_kernels.pages import WORD_BYTES, ceil_div
+from planner.tables import BlockTable
+from pwjax.engine.steps import StepShapes, compile_step
+from pwjax.errors import BudgetError
+from pwjax.memory.arena import COMMIT_WIDTHS, commit_programs, program_memory
+
+# Arena of the stand-in compilation: the null page and a few more.
+STAND_IN_PAGES = 8
+# Staging holds this many of the widest commits: one lands while the next is copied.
+STAGING_COMMITS = 2
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of every part; ``total_bytes`` never exceeds ``budget_bytes`` where ``fits``.
+
+    ``dense_bytes`` parameters that are not paged; ``table_bytes`` page table (two epochs) and KV table; ``step_bytes``
+    the largest program's temporaries, outputs and small arguments; ``commit_bytes`` arguments of the commits;
+    ``staging_bytes`` pages on their way in; ``num_pages`` counts the null page. ``weights_min_pages`` and
+    ``weights_max_pages`` are the blocks at their lowest and highest precision; ``sequence_pages`` one full context.
+    """
+
+    budget_bytes: int
+    dense_bytes: int
+    table_bytes: int
+    step_bytes: int
+    commit_bytes: int
+    staging_bytes: int
+    page_bytes: int
+    num_pages: int
+    weights_min_pages: int
+    weights_max_pages: int
+    sequence_pages: int
+    smallest_budget_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the lowest weights and one whole sequence fit."""
+        return self.budget_bytes >= self.smallest_budget_bytes
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of all pages."""
+        return self.num_pages * self.page_bytes
+
+    @property
+    def capacity_pages(self) -> int:
+        """Pages that weights and KV share: all but the null page."""
+        return max(0, self.num_pages - 1)
+
+    @property
+    def staging_pages(self) -> int:
+        """Pages of words that may be on their way at any time."""
+        return self.staging_bytes // self.page_bytes
+
+    @property
+    def rows(self) -> dict[str, int]:
+        """The byte table, by part."""
+        names = ("dense_bytes", "table_bytes", "step_bytes", "commit_bytes", "staging_bytes", "arena_bytes")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of :attr:`rows`."""
+        return sum(self.rows.values())
+
+    def to_json(self) -> dict:
+        """All fields, the derived ones included."""
+        return {**asdict(self), "arena_bytes": self.arena_bytes, "total_bytes": self.total_bytes, "fits": self.fits}
+
+
+def tree_bytes(tree) -> int:
+    """Bytes of the arrays (or their shapes) in a tree."""
+    return sum(int(np.prod(a.shape)) * np.dtype(a.dtype).itemsize for a in jax.tree.leaves(tree))
+
+
+def step_memory(shapes: StepShapes, params, report: Callable[[str], None] | None = None) -> tuple[int, int]:
+    """``(step_bytes, commit_bytes)`` of the programs of ``shapes``, read from their compilation."""
+    page_words = shapes.geometry.page_words
+    kv_shapes = {(shapes.kv_rows(*key), shapes.row_words) for key in shapes.keys}
+    fixed = tree_bytes(params) + STAND_IN_PAGES * page_words * WORD_BYTES
+    step = 0
+    for key in shapes.keys:
+        if report:
+            report(f"{key[0]} {key[1]}")
+        sizes = program_memory(compile_step(shapes, key, STAND_IN_PAGES, params))
+        step = max(step, sizes.extra_bytes - fixed - _tables(shapes)[0])
+    programs = commit_programs(STAND_IN_PAGES, page_words, COMMIT_WIDTHS, sorted(kv_shapes))
+    commit = max(program_memory(p).extra_bytes for p in programs.values())
+    return step, commit
+
+
+def _tables(shapes: StepShapes) -> tuple[int, int]:
+    """Bytes of one page table with the KV table, and of the page table alone."""
+    config, geometry = shapes.config, shapes.geometry
+    page_table = config.blocks * (geometry.slots + 1) * 4 + 4
+    turns = ceil_div(shapes.context, geometry.page_words // shapes.row_words)
+    return page_table + shapes.slots * config.num_layers * 2 * turns * 4, page_table
+
+
+def plan_memory(
+    shapes: StepShapes,
+    params,
+    table: BlockTable,
+    budget_bytes: int | None,
+    fixed_bits: int | np.ndarray | None = None,
+    sizes: tuple[int, int] | None = None,
+) -> MemoryPlan:
+    """Divide ``budget_bytes`` (None: whatever the best case needs) among the parts.
+
+    ``params`` are dense parameters or their shapes; ``sizes`` the result of :func:`step_memory`, measured here if
+    not given. With ``fixed_bits`` the weights neither rise nor fall.
+    """
+    step_bytes, commit_bytes = sizes or step_memory(shapes, params)
+    with_kv, page_table = _tables(shapes)
+    page_bytes = shapes.geometry.page_bytes
+    layout_tokens = shapes.geometry.page_words // shapes.row_words
+    sequence_pages = ceil_div(shapes.context, layout_tokens) * 2 * shapes.config.num_layers
+    low, high = (
+        int(table.total_pages(b if fixed_bits is None else fixed_bits)) for b in (table.widths[0], table.widths[-1])
+    )
+    moves = fixed_bits is None
+    # A fixed plan stages only while it loads, before any sequence runs; one commit at a time is enough then.
+    staging = COMMIT_WIDTHS[-1] * page_bytes * (STAGING_COMMITS if moves else 1)
+    rest = tree_bytes(params) + with_kv + page_table + step_bytes + commit_bytes + staging
+    smallest = rest + (1 + low + sequence_pages) * page_bytes
+    if budget_bytes is None:
+        budget_bytes = rest + (1 + high + sequence_pages * shapes.slots) * page_bytes
+    return MemoryPlan(
+        budget_bytes=budget_bytes,
+        dense_bytes=tree_bytes(params),
+        table_bytes=with_kv + page_table,
+        step_bytes=step_bytes,
+        commit_bytes=commit_bytes,
+        staging_bytes=staging,
+        page_bytes=page_bytes,
+        num_pages=max(0, (budget_bytes - rest) // page_bytes),
+        weights_min_pages=low,
+        weights_max_pages=high,
+        sequence_pages=sequence_pages,
+        smallest_budget_bytes=smallest,
+    )
+
+
+def shrink_to_fit(
+    shapes: StepShapes, measure: Callable[[StepShapes], MemoryPlan]
+) -> tuple[StepShapes, MemoryPlan]:
+    """The first of ``shapes`` and its smaller forms whose plan fits, with the plan.
+
+    Smaller: only the smallest prefill chunk and one decode token a dispatch, then half the slots, down to one.
+    BudgetError with the smallest budget that works where none fits.
+    """
+    plan = measure(shapes)
+    forms: Sequence[StepShapes] = [shapes]
+    if not plan.fits:
+        small = replace(shapes, chunks=shapes.chunks[:1], decode_tokens=1)
+        slots = [shapes.slots]
+        while slots[-1] > 1:
+            slots.append(slots[-1] // 2)
+        forms = [replace(small, slots=s) for s in slots]
+    for form in forms:
+        plan = measure(form)
+        if plan.fits:
+            return form, plan
+    raise BudgetError(
+        f"the memory budget of {plan.budget_bytes} bytes is too small: one sequence of {shapes.context} tokens with the "
+        f"experts at their lowest allowed precision needs {plan.smallest_budget_bytes} bytes "
+        f"({plan.smallest_budget_bytes / 2**20:.1f} MiB); raise --memory-budget or lower --context"
+    )

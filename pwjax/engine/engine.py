@@ -1,0 +1,531 @@
+"""The engine: continuous batching over one arena, precision moving with the KV cache.
+
+One turn of the loop, all on one thread::
+
+    boundary   statistics -> pressure -> plan -> stage -> commit -> retire    (policy and pager)
+    admit      waiting requests into free slots, KV pages reserved first
+    prefill    one chunk of the oldest sequence that has prompt left
+    decode     up to n tokens of every other slot, KV pages reserved first
+
+The only device state is the dense parameters, the arena and the tables; everything else lives on the host.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence as Seq
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from planner import BlockTable, Observation, Plan, Policy
+from pwjax.engine.budget import MemoryPlan
+from pwjax.engine.log import EpochLog
+from pwjax.engine.meter import Meter
+from pwjax.engine.requests import Request, request_seed
+from pwjax.engine.sampling import SamplingArrays, SamplingParams
+from pwjax.engine.scheduler import Scheduler
+from pwjax.engine.sequence import Completion, Piece, Sequence, refused
+from pwjax.engine.steps import STOP_IDS, Sampled, Slots, StepShapes
+from pwjax.engine.text import Tokenizer
+from pwjax.environment import versions
+from pwjax.errors import PromptError, PWJaxError
+from pwjax.memory import Arena, KVPages, PageAllocator, PageTable, PageTableState, Pager, program_memory
+from pwjax.memory.host_store import HostStore
+from pwjax.memory.transfer import Transfer
+
+# Boundaries over which the growth of running sequences counts as pressure: demotions must land before KV runs out.
+LOOKAHEAD_BOUNDARIES = 8
+# Weight of the newest dispatch in the running routing mass.
+MASS_DECAY = 0.05
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a forward needs besides arrays; hashable, so it can be a static argument."""
+
+    shapes: StepShapes
+
+    @property
+    def config(self):
+        """The model's configuration."""
+        return self.shapes.config
+
+    @property
+    def geometry(self):
+        """Page geometry of the arena."""
+        return self.shapes.geometry
+
+
+class Snapshot(NamedTuple):
+    """What :func:`pwjax.plan` works from: the block table, the state of the arena, and bytes of a page."""
+
+    table: BlockTable
+    observation: Observation
+    page_bytes: int
+
+
+class Parts(NamedTuple):
+    """Everything an engine is assembled from; made by :func:`pwjax.load`."""
+
+    shapes: StepShapes
+    memory: MemoryPlan
+    table: BlockTable
+    params: dict
+    programs: dict[tuple[str, int], jax.stages.Compiled]
+    arena: Arena
+    allocator: PageAllocator
+    kv: KVPages
+    page_table: PageTableState
+    pager: Pager
+    transfer: Transfer
+    store: HostStore
+    policy: Policy
+    tokenizer: Tokenizer | None
+    meter: Meter
+    log: EpochLog
+    start_bits: np.ndarray
+    moves: bool
+    seed: int
+
+
+class Engine:
+    """Generates under a memory budget; make one with :func:`pwjax.load`. Not for several threads.
+
+    A context manager: leaving it frees the device memory.
+    """
+
+    def __init__(self, parts: Parts):
+        self.parts = parts
+        self.model = Model(parts.shapes)
+        self.config, self.tokenizer = parts.shapes.config, parts.tokenizer
+        self.scheduler = Scheduler(parts.kv, parts.shapes.decode_tokens, reserve_all=not parts.moves)
+        self.frozen_plan = not parts.moves
+        self._boundary_index = 0
+        self._order = 0
+        self._mass = np.array(parts.table.routing_mass, np.float64)
+        self._lowest_bits = self._start_bits = parts.table.mean_bits(parts.start_bits)
+        self._refused: list[Completion] = []
+        self._locked = False
+        # What a program adds to the live buffers while it runs; arguments are among the live ones.
+        sizes = {key: program_memory(program) for key, program in parts.programs.items()}
+        self._program_bytes = {key: m.temp_bytes + m.output_bytes - m.alias_bytes for key, m in sizes.items()}
+
+    # Requests
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; what can never run is refused with a completion, not an exception."""
+        try:
+            request = self._checked(request)
+        except PWJaxError as error:
+            self._refused.append(refused(request, str(error)))
+            return
+        self.scheduler.waiting.append(self._sequence(request))
+
+    def generate(
+        self, prompts: str | Seq[str | Request], sampling: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Completions of ``prompts`` (strings or requests), in their order.
+
+        ``sampling`` is one for all prompts or one a prompt; requests carry their own. PromptError for a prompt that
+        can never run.
+        """
+        requests = [self._checked(r) for r in as_requests(prompts, sampling)]
+        done = {c.id: c for c in self.stream(requests) if isinstance(c, Completion)}
+        return [done[r.id] for r in requests]
+
+    def stream(self, requests: Iterable[Request]) -> Iterator[Piece | Completion]:
+        """Submit ``requests`` and yield their text as it becomes final, and each completion when it ends.
+
+        Leaving the iterator early cancels what still runs.
+        """
+        for request in requests:
+            self.submit(request)
+        try:
+            while not self.idle:
+                yield from self.step()
+        finally:
+            self.cancel()
+
+    def cancel(self) -> list[Completion]:
+        """Stop everything that runs or waits; returns what the running ones had, with reason ``length``."""
+        running = self.scheduler.running
+        for sequence in running:
+            self.scheduler.release(sequence)
+        self.scheduler.waiting.clear()
+        self._refused.clear()
+        for sequence in running:
+            sequence.stream.finish()
+        return [sequence.completion() for sequence in running]
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs or waits."""
+        return self.scheduler.idle and not self._refused
+
+    # The loop
+
+    def step(self) -> list[Piece | Completion]:
+        """One turn: boundary, admission, one prefill chunk, one decode dispatch. Returns what became final."""
+        self._unlocked()
+        events: list[Piece | Completion] = list(self._refused)
+        self._refused.clear()
+        self._boundary()
+        admitted = self.scheduler.admit()
+        if admitted:
+            self._log("admit", requests=[self._described(s) for s in admitted])
+        sequence = self.scheduler.next_prefill()
+        if sequence:
+            events += self._prefill(sequence)
+        limits = self.scheduler.reserve_decode()
+        if any(limits):
+            events += self._decode(limits)
+        elif sequence is None and not self.scheduler.idle:
+            self._relieve()
+        return events
+
+    def _boundary(self) -> None:
+        """Let the policy plan and the pager commit; the only place where precision changes."""
+        pager, meter = self.parts.pager, self.parts.meter
+        self._boundary_index += 1
+        if not self.frozen_plan:
+            if self.scheduler.blocked_pages:
+                pager.cancel_promotions()
+            plan = self.parts.policy.step(self.observe().observation)
+            if plan is not None and plan.moves:
+                self._request(plan)
+        if not pager.idle or not self.frozen_plan:
+            report = pager.boundary(self._boundary_index)
+            meter.observe()
+            bits = self.parts.table.mean_bits(pager.committed)
+            self._lowest_bits = min(self._lowest_bits, bits)
+            if report.committed or report.failed:
+                changes = [[c.block, c.from_bits, c.to_bits, c.written_pages, c.freed_pages] for c in report.committed]
+                self._log(
+                    "commit", epoch=report.epoch, changes=changes, failed=report.failed, given_up=report.given_up,
+                    mean_bits=round(bits, 4),
+                )  # fmt: skip
+
+    def _request(self, plan: Plan) -> None:
+        pager = self.parts.pager
+        pending = self._pending()
+        changes = plan.changes()
+        pager.request(np.where(pending, pager.desired, plan.bits), [c.block for c in changes])
+        self._log(
+            "plan", cause=plan.cause, status=plan.status.name, stage=plan.stage, released_pages=plan.released_pages,
+            blocks=len(changes), damage=plan.damage, mean_bits=round(self.parts.table.mean_bits(plan.bits), 4),
+        )  # fmt: skip
+
+    def _pending(self) -> np.ndarray:
+        """Blocks with a move queued or in flight, and those given up: a plan leaves them alone."""
+        pager = self.parts.pager
+        return pager.moving | pager.given_up | (pager.desired != pager.committed)
+
+    def _relieve(self) -> None:
+        """Nothing could run: wait for pages on their way, else preempt the newest sequence."""
+        pager = self.parts.pager
+        if not self.frozen_plan and not pager.idle:
+            time.sleep(0.0005)
+            return
+        sequence = self.scheduler.preempt_newest()
+        if sequence is not None:
+            self._log("preempt", id=sequence.request.id, generated=len(sequence.generated))
+            return
+        alone = next(iter(self.scheduler.running), None) or self.scheduler.waiting[0]
+        if alone.slot < 0:
+            self.scheduler.waiting.popleft()
+        else:
+            self.scheduler.release(alone)
+        reason = "its KV cache does not fit beside the weights, and no precision is left to give up"
+        self._refused.append(refused(alone.request, reason))
+
+    def _prefill(self, sequence: Sequence) -> list[Piece | Completion]:
+        parts, shapes = self.parts, self.parts.shapes
+        left = sequence.prefill_target - sequence.kv_tokens
+        # Depends on the prompt alone, so that neighbours and pressure do not change how it is cut.
+        bucket = next((c for c in shapes.chunks if c >= left), shapes.chunks[-1])
+        count = min(left, bucket)
+        tokens = np.zeros((1, bucket), np.int32)
+        tokens[0, :count] = sequence.tokens(sequence.kv_tokens, count)
+        slots = self._slots([sequence], [count])
+        with parts.meter.prefill.timed():
+            sampled, rows, stats = self._run(("prefill", bucket), tokens, np.int32(sequence.slot), slots)
+            places = self._places(sequence, count, bucket)
+            parts.arena.commit_kv(*places, rows)
+            sampled = jax.device_get(sampled)
+        parts.meter.prefill.tokens += count
+        self._observe_routing(stats)
+        sequence.kv_tokens += count
+        if sequence.kv_tokens < sequence.prefill_target or sequence.generated:
+            return []
+        return self._push(sequence, sampled, 0)
+
+    def _decode(self, limits: list[int]) -> list[Piece | Completion]:
+        parts, shapes = self.parts, self.parts.shapes
+        running = [s if limit else None for s, limit in zip(self.scheduler.slots, limits, strict=True)]
+        last = np.array([s.generated[-1] if s else 0 for s in running], np.int32)
+        with parts.meter.decode.timed():
+            key = ("decode", shapes.decode_tokens)
+            sampled, rows, stats = self._run(key, last, self._slots(running, limits))
+            sampled = jax.device_get(sampled)
+        self._observe_routing(stats)
+        events, places = [], []
+        for slot, sequence in enumerate(running):
+            fed = int(sampled.live[:, slot].sum()) if sequence else 0
+            parts.meter.decode.tokens += fed
+            if sequence:
+                places.append(self._places(sequence, fed, shapes.decode_tokens))
+                sequence.kv_tokens += fed
+            else:
+                places.append(parts.kv.dropped(shapes.decode_tokens))
+        page, word = (np.stack([place[i] for place in places], axis=2) for i in (0, 1))
+        parts.arena.commit_kv(page, word, rows)
+        for slot, sequence in enumerate(running):
+            if sequence:
+                events += self._push(sequence, sampled, slot)
+        return events
+
+    def _run(self, key: tuple[str, int], *arguments) -> tuple[Sampled, jax.Array, Any]:
+        parts = self.parts
+        parts.kv.apply()
+        parts.meter.observe(self._program_bytes[key])
+        program = parts.programs[key]
+        return program(parts.params, parts.arena.array, parts.page_table.table, parts.kv.table, *arguments)
+
+    def _places(self, sequence: Sequence, count: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where ``count`` new tokens go, padded with dropped places: page and word, int32[L, 2, width]."""
+        kv = self.parts.kv
+        page, word = kv.positions(sequence.slot, sequence.kv_tokens, count)
+        drop_page, drop_word = kv.dropped(width - count)
+        return np.concatenate([page, drop_page], -1), np.concatenate([word, drop_word], -1)
+
+    def _slots(self, sequences: Seq[Sequence | None], limits: Seq[int]) -> Slots:
+        """Per-slot arguments of a dispatch; None is an empty slot."""
+        stop_ids = np.full((len(sequences), STOP_IDS), -1, np.int32)
+        for row, sequence in zip(stop_ids, sequences, strict=True):
+            ids = self._stop_ids(sequence) if sequence else ()
+            row[: len(ids)] = ids
+        sampling = [s.request.sampling if s else None for s in sequences]
+        return Slots(
+            past=np.array([s.kv_tokens if s else 0 for s in sequences], np.int32),
+            limit=np.array(limits, np.int32),
+            stop_ids=stop_ids,
+            seeds=np.array([s.seed if s else 0 for s in sequences], np.uint32),
+            params=SamplingArrays.of(sampling),
+            want_top=np.bool_(any(p and p.logprobs for p in sampling)),
+        )  # pyright: ignore[reportArgumentType]
+
+    def _stop_ids(self, sequence: Sequence) -> tuple[int, ...]:
+        sampling = sequence.request.sampling
+        eos = () if sampling.ignore_eos else self.config.eos_token_ids
+        return (*eos, *sampling.stop_token_ids)[:STOP_IDS]
+
+    def _push(self, sequence: Sequence, sampled: Sampled, slot: int) -> list[Piece | Completion]:
+        """Hand the tokens of a dispatch to a sequence, and end it where one of them does."""
+        text = ""
+        for j in range(int(sampled.live[:, slot].sum())):
+            if sequence.finish_reason:
+                break
+            token = int(sampled.token[j, slot])
+            wanted = sequence.request.sampling.logprobs
+            if wanted is not None:
+                top = zip(sampled.top_ids[j, slot, :wanted].tolist(), sampled.top_logprobs[j, slot, :wanted].tolist())
+                entry = {"token_id": token, "logprob": float(sampled.logprob[j, slot]), "top": [list(t) for t in top]}
+                sequence.logprobs.append(entry)
+            text += sequence.push(token, self.config.eos_token_ids)
+        events: list[Piece | Completion] = [Piece(sequence.request.id, text)] if text else []
+        if sequence.finish_reason:
+            self.scheduler.release(sequence)
+            completion = sequence.completion()
+            events.append(completion)
+            self._log("finish", id=completion.id, reason=completion.finish_reason, tokens=completion.generated_tokens)
+        return events
+
+    def _observe_routing(self, stats) -> None:
+        mass = np.asarray(stats.mass, np.float64)
+        total = mass.sum(-1, keepdims=True)
+        if np.all(total > 0):
+            self._mass += MASS_DECAY * (mass / total - self._mass)
+
+    # Precision
+
+    def observe(self) -> Snapshot:
+        """The state that plans are made from; pages count weights and KV alike."""
+        parts = self.parts
+        growth = self.scheduler.growth_pages(LOOKAHEAD_BOUNDARIES * parts.shapes.decode_tokens)
+        observation = Observation(
+            bits=parts.pager.committed,
+            moving=self._pending(),
+            free_pages=parts.allocator.free_pages,
+            growth_pages=growth,
+            boundary=self._boundary_index,
+            routing_mass=self._mass.copy(),
+            blocked_pages=self.scheduler.blocked_pages,
+            releasing_pages=parts.pager.releasing_pages,
+            reserving_pages=parts.pager.reserving_pages,
+        )
+        return Snapshot(parts.table, observation, parts.memory.page_bytes)
+
+    def apply(self, plan: Plan) -> None:
+        """Ask for a plan's bits; they come into force at the next boundaries, as copies land."""
+        self._unlocked()
+        self._request(plan)
+
+    def settle(self, timeout_s: float = 60.0) -> None:
+        """Run boundaries until no move is left; PWJaxError after ``timeout_s`` seconds."""
+        began = time.monotonic()
+        while not self.parts.pager.idle:
+            self._boundary_index += 1
+            self.parts.pager.boundary(self._boundary_index)
+            if time.monotonic() - began > timeout_s:
+                raise PWJaxError(f"precision moves did not finish within {timeout_s:g} seconds")
+            time.sleep(0.0005)
+
+    def freeze(self) -> np.ndarray:
+        """Keep the committed bits from now on, queued moves dropped; returns them, int32[n]."""
+        self.parts.pager.close()
+        self.frozen_plan = True
+        self.scheduler.reserve_all = True
+        return self.parts.pager.committed
+
+    @contextmanager
+    def frozen(self) -> Iterator[tuple[dict, PageTable, jax.Array]]:
+        """``(params, table, arena)`` for :func:`pwjax.forward`; the engine refuses to step inside.
+
+        A commit would delete the donated arena under the user.
+        """
+        self._unlocked()
+        self._locked = True
+        try:
+            yield self.parts.params, self.parts.page_table.table, self.parts.arena.array
+        finally:
+            self._locked = False
+
+    # Reports
+
+    def stats(self) -> dict:
+        """The object that ``--stats`` writes: memory, precision, compile, throughput, transfers, versions."""
+        parts, memory = self.parts, self.parts.memory
+        counters, bits = parts.pager.counters, parts.pager.committed
+        device_peak = parts.meter.device_peak()
+        peak = max(parts.meter.peak_bytes, device_peak or 0)
+        return {
+            "memory": {
+                "budget_bytes": memory.budget_bytes,
+                "dense_bytes": memory.dense_bytes,
+                "table_bytes": memory.table_bytes,
+                "arena_bytes": memory.arena_bytes,
+                "step_bytes": memory.step_bytes,
+                "commit_bytes": memory.commit_bytes,
+                "staging_bytes": memory.staging_bytes,
+                "peak_bytes": peak,
+                "page_bytes": memory.page_bytes,
+                "pages_total": memory.num_pages,
+                "pages_weights_min": memory.weights_min_pages,
+                "pages_weights_max": memory.weights_max_pages,
+                "pages_kv_peak": parts.kv.peak_pages,
+            },
+            "precision": {
+                "epochs": counters.epochs,
+                "demotions": counters.demotions,
+                "promotions": counters.promotions,
+                "mean_bits_start": self._start_bits,
+                "mean_bits_min": self._lowest_bits,
+                "mean_bits_end": parts.table.mean_bits(bits),
+                "histogram": {str(b): int(n) for b, n in parts.table.histogram(bits).items()},
+            },
+            "compile": {
+                "programs": [{"kind": kind, "bucket": bucket} for kind, bucket in parts.programs],
+                "recompiles_after_warmup": parts.meter.recompiles,
+            },
+            "throughput": {
+                "prefill_tokens_per_s": parts.meter.prefill.per_second,
+                "decode_tokens_per_s": parts.meter.decode.per_second,
+            },
+            "transfers": {"bytes": counters.bytes, "pages": counters.pages, "failed": counters.failed},
+            "scheduler": {"slots": parts.shapes.slots, "preemptions": self.scheduler.preemptions},
+            "versions": versions(),
+        }
+
+    def close(self) -> None:
+        """Stop the transfers and free the device memory; harmless when done twice."""
+        self.cancel()
+        self.parts.pager.close()
+        self.parts.transfer.close()
+        self.parts.store.close()
+        self.parts.log.close()
+        if not self.parts.arena.array.is_deleted():
+            self.parts.arena.delete()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Small helpers
+
+    def _checked(self, request: Request) -> Request:
+        """The request with token ids; PromptError where it can never run."""
+        if request.prompt_token_ids is None and self.tokenizer is None:
+            raise PromptError("this model has no tokenizer.json; give prompt_token_ids instead of a prompt")
+        request = request.tokenized(self.tokenizer, self.config.vocab_size)  # pyright: ignore[reportArgumentType]
+        length, context = len(request.prompt_token_ids or ()), self.parts.shapes.context
+        if length >= context:
+            limit = "model" if context == self.config.max_positions else "--context"
+            raise PromptError(
+                f"the prompt has {length} tokens, but the {limit} allows {context} for prompt and new tokens together; "
+                "shorten the prompt" + ("" if limit == "model" else " or raise --context")
+            )
+        pages = self.parts.kv.pages_for(min(context, length + request.sampling.max_tokens))
+        lowest = self.parts.memory.weights_min_pages
+        if self.frozen_plan:
+            lowest = self.parts.table.total_pages(self.parts.pager.committed)
+        room = self.parts.memory.capacity_pages - lowest
+        if pages > room:
+            page_bytes = self.parts.memory.page_bytes
+            raise PromptError(
+                f"the request needs {pages * page_bytes} bytes of KV cache for {length} prompt tokens and up to "
+                f"{request.sampling.max_tokens} new ones, but at most {room * page_bytes} are left beside the weights; "
+                "lower max_tokens or raise --memory-budget"
+            )
+        return request
+
+    def _sequence(self, request: Request) -> Sequence:
+        seed = request.sampling.seed
+        if seed is None:
+            seed = request_seed(self.parts.seed, request.id)
+        self._order += 1
+        return Sequence.start(request, self._order, self.parts.shapes.context, self.tokenizer, seed)
+
+    def _described(self, sequence: Sequence) -> dict:
+        fields = {name: getattr(sequence.request.sampling, name) for name in SamplingParams.field_names()}
+        return {"id": sequence.request.id, "slot": sequence.slot, "prompt_token_ids": list(sequence.prompt), **fields}
+
+    def _log(self, kind: str, **fields) -> None:
+        state = {"boundary": self._boundary_index, "free_pages": self.parts.allocator.free_pages}
+        self.parts.log.write({"kind": kind, **state, "kv_pages": self.parts.kv.used_pages, **fields})
+
+    def _unlocked(self) -> None:
+        if self._locked:
+            raise PWJaxError("the engine is frozen: leave the engine.frozen() block before it can step or apply a plan")
+
+
+def as_requests(
+    prompts: str | Seq[str | Request], sampling: SamplingParams | Seq[SamplingParams] | None
+) -> list[Request]:
+    """Requests of what :meth:`Engine.generate` takes; ids of plain prompts are their index. PromptError, UsageError."""
+    items = [prompts] if isinstance(prompts, str) else list(prompts)
+    if sampling is None or isinstance(sampling, SamplingParams):
+        sampling = [sampling or SamplingParams()] * len(items)
+    if len(sampling) != len(items):
+        raise PromptError(f"{len(items)} prompts need as many sampling parameters, got {len(sampling)}")
+    requests = [
+        item if isinstance(item, Request) else Request(index, item, None, params)
+        for index, (item, params) in enumerate(zip(items, sampling, strict=True))
+    ]
+    keys = [r.key for r in requests]
+    if len(set(keys)) < len(keys):
+        raise PromptError("two prompts have the same id; ids must be unique")
+    return requests

@@ -1,0 +1,37 @@
+"""The epoch log: JSON lines, a header first, then one line for every boundary at which something happened."""
+
+import json
+from pathlib import Path
+from typing import Any, TextIO
+
+from pwjax.errors import UsageError
+
+LOG_SCHEMA = 1
+
+
+class EpochLog:
+    """Appends to ``path`` (None: keeps nothing); line by line, so that a killed run leaves a readable log.
+
+    UsageError where the file cannot be written.
+    """
+
+    def __init__(self, path: str | Path | None, header: dict[str, Any]):
+        self._file: TextIO | None = None
+        if path is None:
+            return
+        try:
+            self._file = open(path, "w", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise UsageError(f"cannot write the log {path}: {error.strerror}") from error
+        self.write({"kind": "header", "schema": LOG_SCHEMA, **header})
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record."""
+        if self._file:
+            self._file.write(json.dumps(record) + "\n")
+
+    def close(self) -> None:
+        """Close the file; harmless when done twice."""
+        if self._file:
+            self._file.close()
+            self._file = None

@@ -1,0 +1,186 @@
+"""The compiled steps: prefill of one slot, and several decode steps of all slots in one dispatch.
+
+A step only reads the arena and returns the KV rows of its tokens; the engine commits them at the boundary. Nothing
+that a plan, a request or a sampling parameter changes is part of a shape, so each program is compiled once.
+
+    prefill[C]   one slot, up to C prompt tokens; samples the next token from the last of them
+    decode[n]    every slot, up to n tokens each; a slot that stops inside leaves statistics and writes
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.pages import Geometry
+from pallas_kernels.paged_attention import Past, pack_rows
+from pwjax.config import ModelConfig
+from pwjax.engine.sampling import MAX_LOGPROBS, SamplingArrays, sample, top_logprobs
+from pwjax.memory.page_table import PageTable
+from pwjax.models import Decoder, Fresh, Paged, RoutingStats, logits
+
+# Stop token ids a slot can have on the device; a request with more is stopped by the host at the boundary.
+STOP_IDS = 8
+
+
+@dataclass(frozen=True)
+class StepShapes:
+    """Everything static about the programs of one engine."""
+
+    config: ModelConfig
+    geometry: Geometry
+    slots: int
+    context: int
+    chunks: tuple[int, ...]
+    decode_tokens: int
+    kv_dtype: str
+
+    @property
+    def row_words(self) -> int:
+        """uint32 words of one KV row."""
+        return self.config.kv_row_words(jnp.dtype(self.kv_dtype).itemsize)
+
+    @property
+    def keys(self) -> tuple[tuple[str, int], ...]:
+        """The declared programs: ``(kind, bucket)``."""
+        return (*(("prefill", c) for c in self.chunks), ("decode", self.decode_tokens))
+
+    def kv_rows(self, kind: str, bucket: int) -> int:
+        """KV rows a dispatch of a program commits, dropped ones included."""
+        return self.config.num_layers * 2 * bucket * (self.slots if kind == "decode" else 1)
+
+
+class Sampled(NamedTuple):
+    """Tokens of a dispatch, a leading axis for each generated token.
+
+    ``token`` int32[n, S], ``logprob`` float32[n, S], ``top_ids`` int32[n, S, 20] and ``top_logprobs`` (zeros unless
+    wanted), ``live`` bool[n, S]: the token is real.
+    """
+
+    token: jax.Array
+    logprob: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
+    live: jax.Array
+
+
+class Slots(NamedTuple):
+    """Per-slot arguments of a dispatch, all of length S (1 for prefill).
+
+    ``past`` int32 tokens in pages; ``limit`` int32 tokens this dispatch may take (0: sits out); ``stop_ids``
+    int32[S, STOP_IDS], -1 unused; ``seeds`` uint32; ``params`` SamplingArrays; ``want_top`` bool[] (not per slot).
+    """
+
+    past: jax.Array
+    limit: jax.Array
+    stop_ids: jax.Array
+    seeds: jax.Array
+    params: SamplingArrays
+    want_top: jax.Array
+
+
+def _choose(params, hidden, slots: Slots, positions) -> tuple[jax.Array, ...]:
+    """Next token of each row of ``hidden`` float32[S, H], which takes ``positions`` int32[S] in its sequence."""
+    scores = logits(params, hidden)
+    token, logprob = sample(scores, slots.params, slots.seeds, positions)
+    empty = (jnp.zeros((*token.shape, MAX_LOGPROBS), jnp.int32), jnp.zeros((*token.shape, MAX_LOGPROBS), jnp.float32))
+    count = min(MAX_LOGPROBS, scores.shape[-1])
+    pad = ((0, 0), (0, MAX_LOGPROBS - count))
+    top = lax.cond(
+        slots.want_top, lambda: tuple(jnp.pad(a, pad) for a in top_logprobs(scores, count)), lambda: empty
+    )
+    return token, logprob, *top
+
+
+def _rows(fresh: Fresh) -> jax.Array:
+    """KV rows uint32[L * 2 * B * F, row_words] of a dispatch, K and V apart, in the order of the KV tables."""
+    rows = jnp.stack([pack_rows(fresh.k), pack_rows(fresh.v)], axis=1)
+    return rows.reshape(-1, rows.shape[-1])
+
+
+def prefill(shapes: StepShapes, params: Any, arena, table: PageTable, kv_table, tokens, slot, slots: Slots):
+    """``tokens`` int32[1, C] of one ``slot`` int32[]; ``slots.limit`` of them are real.
+
+    Returns ``(Sampled, rows, RoutingStats)`` with one sampled token; the caller ignores it before the last chunk.
+    """
+    config = shapes.config
+    offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    positions = slots.past[:, None] + offsets
+    valid = offsets < slots.limit[:, None]
+    past = Past(arena, lax.dynamic_slice_in_dim(kv_table, slot, 1), slots.past)
+    fresh = Fresh.empty(config, 1, tokens.shape[1], shapes.kv_dtype)
+    paged = Paged(arena, table.bits, table.pages, shapes.geometry)
+    out = Decoder(config).apply({"params": params}, tokens, positions, valid, fresh, past, paged)
+    last = lax.dynamic_index_in_dim(out.hidden, slots.limit[0] - 1, axis=1, keepdims=False)
+    choice = _choose(params, last, slots, slots.past + slots.limit)
+    sampled = Sampled(*(a[None] for a in choice), live=jnp.ones((1, 1), bool))
+    return sampled, _rows(out.fresh), out.stats
+
+
+def decode(shapes: StepShapes, params: Any, arena, table: PageTable, kv_table, last, slots: Slots):
+    """Up to ``shapes.decode_tokens`` tokens a slot, from its ``last`` int32[S] token that has no KV yet.
+
+    Returns ``(Sampled, rows, RoutingStats)``. Slot ``s`` fed ``live[:, s].sum()`` tokens; only their rows are real.
+    """
+    config, n = shapes.config, shapes.decode_tokens
+    idle = slots.limit <= 0
+    past = Past(arena, kv_table, jnp.where(idle, 0, slots.past))
+    paged = Paged(arena, table.bits, table.pages, shapes.geometry)
+
+    def one(carry, j):
+        token, fresh, live, stats = carry
+        position = slots.past + j
+        out = Decoder(config).apply({"params": params}, token[:, None], position[:, None], live[:, None], fresh, past, paged)
+        choice = _choose(params, out.hidden[:, 0], slots, position + 1)
+        stopped = jnp.any(choice[0][:, None] == slots.stop_ids, axis=-1)
+        carry = (choice[0], out.fresh, live & ~stopped & (j + 1 < slots.limit), jax.tree.map(jnp.add, stats, out.stats))
+        return carry, Sampled(*choice, live=live)
+
+    start = (last, Fresh.empty(config, shapes.slots, n, shapes.kv_dtype), ~idle, _no_stats(config))
+    (_, fresh, _, stats), sampled = lax.scan(one, start, jnp.arange(n, dtype=jnp.int32))
+    return sampled, _rows(fresh), stats
+
+
+def _no_stats(config: ModelConfig) -> RoutingStats:
+    zeros = jnp.zeros((config.num_layers, config.num_experts), jnp.float32)
+    return RoutingStats(zeros, zeros, zeros, jnp.zeros((*zeros.shape, 2), jnp.float32))
+
+
+def compile_step(shapes: StepShapes, key: tuple[str, int], num_pages: int, params: Any) -> jax.stages.Compiled:
+    """Compile one program for an arena of ``num_pages``; ``params`` are dense parameters or their shapes."""
+    kind, bucket = key
+    spec = jax.ShapeDtypeStruct
+    config, geometry = shapes.config, shapes.geometry
+    layers, experts = config.num_layers, config.num_experts
+    turns = -(-shapes.context // (geometry.page_words // shapes.row_words))
+    rows = shapes.slots if kind == "decode" else 1
+    ints, floats = spec((rows,), jnp.int32), spec((rows,), jnp.float32)
+    slots = Slots(
+        past=ints,
+        limit=ints,
+        stop_ids=spec((rows, STOP_IDS), jnp.int32),
+        seeds=spec((rows,), jnp.uint32),
+        params=SamplingArrays(floats, ints, floats, floats),
+        want_top=spec((), jnp.bool_),
+    )
+    table = PageTable(
+        spec((layers, experts, 2), jnp.int32),
+        spec((layers, experts, 2, geometry.slots), jnp.int32),
+        spec((), jnp.int32),
+    )
+    memory = (
+        jax.tree.map(lambda a: spec(a.shape, a.dtype), params),
+        spec((num_pages, geometry.page_words), jnp.uint32),
+        table,
+        spec((shapes.slots, layers, 2, turns), jnp.int32),
+    )
+    if kind == "prefill":
+        args = (spec((1, bucket), jnp.int32), spec((), jnp.int32), slots)
+        function = prefill
+    else:
+        args = (ints, slots)
+        function = decode
+    return jax.jit(partial(function, shapes)).lower(*memory, *args).compile()
