@@ -9,12 +9,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from pwjax.checkpoints.hf_files import CONFIG, GENERATION, SINGLE, collapse, read_headers, read_json
 from pwjax.checkpoints.hf_names import Part, all_parts, empty_shared, parts
 from pwjax.checkpoints.inputs import bf16, tokenizer_files
 from pwjax.checkpoints.lazy import LayerStack
@@ -25,21 +26,12 @@ from pwjax.checkpoints.writer import refuse_taken
 from pwjax.config import ModelConfig
 from pwjax.errors import ArtifactError, CheckpointError
 
-CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-GENERATION = "generation_config.json"
-
 _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 # Old versions of transformers stored this table, which follows from the config.
 _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")
 _SLACK_BYTES = 4 << 20
 
 Note = Callable[[str], None]
-
-
-class _Tensor(NamedTuple):
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
 
 
 class HFCheckpoint:
@@ -53,11 +45,11 @@ class HFCheckpoint:
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
         self.config = _read_config(self.path)
-        self._tensors = _read_headers(self.path)
+        self._tensors, problems, lost = read_headers(self.path)
         self._files: dict[Path, Any] = {}
-        problems = self._problems()
+        problems += self._problems(lost)
         if problems:
-            raise CheckpointError(f"the checkpoint at {self.path} does not fit its {CONFIG}: {'; '.join(problems)}")
+            raise CheckpointError(f"the checkpoint at {self.path} cannot be used: {'; '.join(problems)}")
         wide = sorted({t.dtype for t in self._tensors.values()} - {"BF16"})
         kinds = " and ".join(_FLOATS[dtype] for dtype in wide)
         self.notes = [f"{self.path.name} holds {kinds} tensors; they are rounded to bfloat16"] if wide else []
@@ -107,19 +99,21 @@ class HFCheckpoint:
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
 
-    def _problems(self) -> list[str]:
+    def _problems(self, lost: set[str]) -> list[str]:
+        """What is wrong with the tensors, those ``lost`` with their shard aside."""
         config, tensors = self.config, self._tensors
-        wanted = {part.name: part.shape for _, _, pieces in all_parts(config, tensors) for part in pieces}
+        wanted = {part.name: part.shape for _, _, pieces in all_parts(config, {*tensors, *lost}) for part in pieces}
+        wanted = {name: shape for name, shape in wanted.items() if name not in lost or name in tensors}
         optional = empty_shared(config)
         if config.tie_embeddings:
             optional["lm_head.weight"] = (config.vocab_size, config.hidden_size)
         wanted |= {name: shape for name, shape in optional.items() if name in tensors}
         found = {name: t.shape for name, t in tensors.items() if name in wanted or not _IGNORED.search(name)}
-        problems = _collapse(shape_problems(found, wanted))
-        problems += _collapse(
+        problems = collapse(shape_problems(found, wanted))
+        problems += collapse(
             [f"{name} is stored as {t.dtype}, not as a float" for name, t in tensors.items() if t.dtype not in _FLOATS]
         )
-        if not problems and config.tie_embeddings and "lm_head.weight" in tensors:
+        if not problems and not lost and config.tie_embeddings and "lm_head.weight" in tensors:
             if not np.array_equal(self._read("lm_head.weight"), self._read("model.embed_tokens.weight")):
                 problems.append(f"lm_head.weight differs from the embedding, but {CONFIG} says they are tied")
         return problems
@@ -208,7 +202,9 @@ def _side_files(config: ModelConfig, tokenizer: str | os.PathLike | None) -> dic
         loaded = Tokenizer.from_str(files["tokenizer.json"].decode())
         size = max(loaded.get_vocab().values(), default=-1) + 1
         if size > config.vocab_size:
-            raise CheckpointError(f"the tokenizer has ids up to {size - 1}, but the model only {config.vocab_size} entries")
+            raise CheckpointError(
+                f"the tokenizer has ids up to {size - 1}, but the model has only {config.vocab_size} entries"
+            )
         settings: dict = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         settings["model_max_length"] = config.max_positions
         ids = {"eos_token": eos[0] if eos else None, "bos_token": config.bos_token_id}
@@ -239,96 +235,9 @@ def _read_config(path: Path) -> ModelConfig:
     """The model config of a directory, with the end tokens that ``generation_config.json`` adds."""
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint directory at {path}")
-    config = ModelConfig.from_hf(_read_json(path / CONFIG))
+    config = ModelConfig.from_hf(read_json(path / CONFIG))
     if not (path / GENERATION).exists():
         return config
-    eos = _read_json(path / GENERATION).get("eos_token_id")
+    eos = read_json(path / GENERATION).get("eos_token_id")
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
     return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *ids))))
-
-
-def _read_json(file: Path) -> dict:
-    try:
-        data = json.loads(file.read_text("utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{file.parent} is not a Hugging Face checkpoint: it has no {file.name}") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{file} is not a JSON object")
-    return data
-
-
-def _read_headers(path: Path) -> dict[str, _Tensor]:
-    """Where every tensor is; CheckpointError that names all shards which are missing, cut short or inconsistent."""
-    index = _read_index(path)
-    names = [SINGLE] if index is None else sorted(set(index.values()))
-    tensors: dict[str, _Tensor] = {}
-    problems = []
-    for name in names:
-        file = path / name
-        if not file.is_file():
-            problems.append(f"the shard {name} is missing")
-            continue
-        try:
-            with safe_open(file, "numpy") as opened:
-                slices = {key: opened.get_slice(key) for key in opened.keys()}
-                own = {k: _Tensor(file, tuple(s.get_shape()), s.get_dtype()) for k, s in slices.items()}
-        except (OSError, SafetensorError) as error:
-            problems.append(f"{name} is truncated or not a safetensors file ({error})")
-            continue
-        problems += [f"{key} is both in {tensors[key].file.name} and in {name}" for key in own if key in tensors]
-        if index is not None:
-            listed = {key for key, shard in index.items() if shard == name}
-            problems += _collapse([f"{key} is not in {name}, where {INDEX} lists it" for key in sorted(listed - set(own))])
-            problems += _collapse([f"{key} is in {name}, but {INDEX} does not list it there" for key in sorted(set(own) - listed)])
-        tensors |= own
-    if problems:
-        raise CheckpointError(f"the checkpoint at {path} is not whole: {'; '.join(problems)}; download or copy it again")
-    return tensors
-
-
-def _read_index(path: Path) -> dict[str, str] | None:
-    """Tensor name to shard name; None for a checkpoint in one file."""
-    single, indexed = (path / SINGLE).exists(), (path / INDEX).exists()
-    if single and indexed:
-        raise CheckpointError(f"{path} has both {SINGLE} and {INDEX}; remove the one that is not meant")
-    if single:
-        return None
-    if not indexed:
-        others = sorted(p.name for p in path.iterdir() if p.suffix in (".safetensors", ".bin", ".pt", ".pth"))
-        beside = f"; it has {', '.join(others)}" if others else ""
-        raise CheckpointError(f"{path} has neither {SINGLE} nor {INDEX}{beside}: only safetensors checkpoints are read")
-    weights = _read_json(path / INDEX).get("weight_map")
-    if not isinstance(weights, dict) or not weights:
-        raise CheckpointError(f"{path / INDEX} has no weight_map")
-    outside = sorted({str(f) for f in weights.values() if not isinstance(f, str) or Path(f).name != f})
-    if outside:
-        raise CheckpointError(f"{path / INDEX} lists files outside of the directory: {', '.join(outside)}")
-    return weights
-
-
-def _collapse(problems: list[str]) -> list[str]:
-    """Join problems that differ in consecutive layers or experts: every name stays told, in few words."""
-    for word in ("experts", "layers"):
-        groups: dict[tuple[str, str], list[int]] = {}
-        for text in problems:
-            head, mark, tail = text.partition(f".{word}.")
-            number = re.match(r"\d+", tail)
-            key = (head + mark, tail[number.end() :]) if number else (text, "")
-            groups.setdefault(key, []).extend([int(number[0])] if number else [])
-        problems = []
-        for (head, tail), numbers in groups.items():
-            problems += [f"{head}{run}{tail}" for run in _runs(sorted(numbers))] if numbers else [head]
-    return problems
-
-
-def _runs(numbers: list[int]) -> list[str]:
-    """``[0, 1, 2, 5]`` to ``["0-2", "5"]``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return [str(low) if low == high else f"{low}-{high}" for low, high in runs]
