@@ -1,0 +1,74 @@
+"""``pwjax export``: a quantized model back to a Hugging Face checkpoint, exact or at fewer bits."""
+
+import json
+from pathlib import Path
+
+import click
+import numpy as np
+
+from pwjax.checkpoints.artifact import Artifact
+from pwjax.checkpoints.hf import save_hf
+from pwjax.checkpoints.inputs import bf16
+from pwjax.checkpoints.lazy import LayerStack
+from pwjax.checkpoints.tree import EXPERTS, flatten, param_shapes, unflatten
+from pwjax.cli.options import json_option, quiet_option
+from pwjax.errors import UsageError
+from pwjax.progress import Bars
+
+
+@click.command()
+@click.argument("paths", nargs=-1, metavar="[MODEL] HF_DIR")
+@click.option("--bits", type=int, default=16, show_default=True, metavar="N",
+              help="Precision of the routed experts: 16 is the original, others are its rounded approximations.")
+@json_option
+@quiet_option
+def command(paths: tuple[str, ...], bits: int, as_json: bool, quiet: bool) -> None:
+    """Write the quantized MODEL (default: the bundled demo model) as a Hugging Face checkpoint HF_DIR.
+
+    All tensors are bfloat16. At 16 bits they are exactly those that were quantized.
+    """
+    if not 1 <= len(paths) <= 2:
+        raise UsageError(
+            f"give the directory to write, and before it the model if it is not the bundled one; got {len(paths)} paths"
+        )
+    artifact = Artifact.open(paths[0] if len(paths) == 2 else _bundled())
+    bars = Bars(False if quiet else None)
+    try:
+        out = export(artifact, paths[-1], bits, lambda done, total: bars("exporting", done, total))
+    finally:
+        bars.close()
+    size = sum(file.stat().st_size for file in out.iterdir())
+    if as_json:
+        click.echo(json.dumps({"path": str(out), "bits": bits, "bytes": size}))
+    elif not quiet:
+        click.echo(f"wrote {out}: experts at {bits} bits, {size / 2**20:,.1f} MiB", err=True)
+
+
+def export(artifact: Artifact, out: str | Path, bits: int, progress=lambda done, total: None) -> Path:
+    """Write the checkpoint directory ``out``, one layer of experts in memory at a time; returns its path.
+
+    UsageError where the model has no ``bits``; CheckpointError where ``out`` is taken or cannot be written.
+    """
+    config, widths = artifact.config, artifact.geometry.all_bits
+    if bits not in widths:
+        raise UsageError(f"this model has no {bits} bits; choose from {', '.join(map(str, widths))}")
+    shapes = param_shapes(config)
+    with artifact.host_store() as store:
+
+        def stack(matrix: int) -> LayerStack:
+            def read(layer: int) -> np.ndarray:
+                return np.stack(
+                    [bf16(artifact.read_block(store, layer, e, matrix, bits)) for e in range(config.num_experts)]
+                )
+
+            return LayerStack(shapes[EXPERTS[matrix]], read)
+
+        experts = {name: stack(matrix) for matrix, name in enumerate(EXPERTS)}
+        params = unflatten({**flatten(artifact.dense_params()), **experts})
+        return save_hf(out, config, params, artifact.tokenizer_path, progress)
+
+
+def _bundled() -> Path:
+    from pwjax.loading import bundled_model  # imports JAX and the engine
+
+    return bundled_model()
