@@ -95,7 +95,7 @@ def outlook(
         raise UsageError(f"unknown policy {policy!r}; choose from {', '.join(POLICIES)}")
     chunks = tuple(c for c in chunks if c < context) or (min(chunks),)
     shapes = StepShapes(config, geometry, batch, context, chunks, decode_tokens, kv_dtype)
-    params = unflatten({name: jax.ShapeDtypeStruct(s, jax.numpy.bfloat16) for name, s in dense_shapes(config).items()})
+    params = unflatten({name: jax.ShapeDtypeStruct(s, np.uint16) for name, s in dense_shapes(config).items()})
 
     def measure(form: StepShapes) -> MemoryPlan:
         return plan_memory(form, params, table, memory_budget_bytes, fixed, _sizes(form, params, report))
@@ -145,7 +145,7 @@ def load(
     shapes, memory, table = view.shapes, view.memory, artifact.table()
     config, geometry = shapes.config, shapes.geometry
     tokenizer = Tokenizer.load(artifact.tokenizer_path, config.bos_token_id) if artifact.tokenizer_path else None
-    params = jax.tree.map(jax.device_put, artifact.dense_params())
+    params = jax.tree.map(lambda a: jax.device_put(a.view(np.uint16)), artifact.dense_params())
     programs = {}
     for key in shapes.keys:
         if report:

@@ -16,8 +16,12 @@ from jax import lax
 
 from pallas_kernels.paged_attention import Past, paged_attention
 from pwjax.config import ModelConfig
-from pwjax.models.layers import linear, rms_norm, rotate
+from pwjax.models.layers import as_float, linear, rms_norm, rotate
 from pwjax.models.moe import Paged, RoutingStats, moe
+
+
+# Parts in which a head that must be converted is multiplied.
+HEAD_PARTS = 8
 
 
 class Fresh(NamedTuple):
@@ -104,7 +108,7 @@ class Decoder(nn.Module):
             in_axes=(0, *(nn.broadcast,) * 5),
             length=config.num_layers,
         )(config, name="layers")
-        x = embedding[tokens].astype(jnp.float32)
+        x = as_float(embedding[tokens])
         bits, pages = (None, None) if paged is None else (paged.bits, paged.pages)
         shell = None if paged is None else dataclasses.replace(paged, bits=None, pages=None)
         carry = (x, jnp.int32(0))
@@ -165,7 +169,13 @@ def _declare_layer(module: nn.Module, config: ModelConfig, dense: bool) -> dict:
 def logits(params: dict, hidden: jax.Array) -> jax.Array:
     """Head of the model: float32[..., V] from final-norm ``hidden`` [..., H]."""
     kernel = params["lm_head"]["kernel"] if "lm_head" in params else params["embed"]["embedding"]
-    return linear(hidden, kernel)
+    if kernel.dtype == jnp.float32:
+        return linear(hidden, kernel)
+    # In parts: a float32 copy of a large vocabulary's head would be the largest temporary of a step.
+    vocab = kernel.shape[0]
+    parts = next((n for n in range(HEAD_PARTS, 2 * HEAD_PARTS) if vocab % n == 0), 1)
+    scores = lax.map(lambda rows: linear(hidden, rows), kernel.reshape(parts, vocab // parts, -1))
+    return jnp.moveaxis(scores, 0, -2).reshape(*hidden.shape[:-1], vocab)
 
 
 def forward(

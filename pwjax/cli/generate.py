@@ -1,0 +1,231 @@
+"""``pwjax generate``: text from one prompt, or a JSONL job that can be killed and resumed."""
+
+import json
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pwjax.cli.options import EngineOptions, engine_options, json_option, quiet_option
+from pwjax.errors import InterruptedRun, PromptError, UsageError
+from pwjax.units import format_bytes
+
+
+@click.command()
+@click.argument("prompt", required=False)
+@click.option("--prompts", metavar="FILE", help="JSONL of prompts, or - for standard input; see below.")
+@click.option("--output", "-o", metavar="FILE", help="JSONL to append results to; a killed job resumes from it.")
+@engine_options
+@click.option("--max-tokens", type=int, default=128, show_default=True, help="New tokens at most.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the run; each request derives its own.")
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
+@click.option("--top-k", type=int, default=0, help="Keep the k most likely tokens; 0 turns it off.")
+@click.option("--top-p", type=float, default=1.0, help="Keep the smallest set of this probability; 1 turns it off.")
+@click.option("--min-p", type=float, default=0.0, help="Drop tokens below this share of the most likely; 0 turns it off.")
+@click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text; may be repeated.")
+@click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-sequence token.")
+@click.option("--skip-bad-lines", is_flag=True, help="Leave out lines of --prompts that are no requests.")
+@click.option("--stats", "stats_file", metavar="FILE", help="Write memory, precision and speed of the run as JSON.")
+@click.option("--log", metavar="FILE", help="Write the epoch log: plans, commits, admissions, as JSON lines.")
+@json_option
+@quiet_option
+def command(
+    prompt: str | None,
+    prompts: str | None,
+    output: str | None,
+    options: EngineOptions,
+    skip_bad_lines: bool,
+    stats_file: str | None,
+    log: str | None,
+    as_json: bool,
+    quiet: bool,
+    **sampling: Any,
+) -> None:
+    """Continue PROMPT (or - for standard input), or every prompt of a JSONL file.
+
+    A line of --prompts is a JSON string, or an object with "prompt" or "prompt_token_ids", and optionally "id" and
+    sampling fields such as "max_tokens", "temperature", "seed", "stop", "stop_token_ids", "logprobs".
+    """
+    # Checked before JAX is imported: a typing error should not cost seconds.
+    from pwjax.engine.requests import Request, read_requests, request_seed
+    from pwjax.engine.sampling import SamplingParams
+
+    if (prompt is None) == (prompts is None):
+        raise UsageError("give one prompt, or --prompts FILE" + (", not both" if prompt is not None else ""))
+    if output and not prompts:
+        raise UsageError("--output keeps the results of a job: give --prompts FILE as well")
+    run_seed = sampling.pop("seed")
+    defaults = SamplingParams(**{**sampling, "seed": run_seed, "stop": tuple(sampling["stop"])})
+    if prompts is not None:
+        requests = read_requests(prompts, defaults, skip_bad_lines=skip_bad_lines)
+    else:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        requests = [Request(0, text, None, defaults.with_fields(seed=request_seed(run_seed, 0)))]
+    for name in (stats_file, log):
+        _writable(name)
+
+    with _interruptible(), _writer(output, options, defaults) as writer:
+        if writer:
+            left = [r for r in requests if r.key not in writer.finished]
+            if len(left) < len(requests) and not quiet:
+                click.echo(f"resuming: {len(requests) - len(left)} of {len(requests)} results are there", err=True)
+            requests = left
+            if not requests:
+                return
+        with _load(options, run_seed, log, quiet) as engine:
+            emit = _Emitter(as_json, writer, single=prompts is None)
+            began, interrupted = time.perf_counter(), False
+            try:
+                with _bar(len(requests), show=prompts is not None and not quiet) as bar:
+                    for event in engine.stream(requests):
+                        emit(event, bar)
+            except KeyboardInterrupt:
+                interrupted = True
+            emit.finish()
+            stats = engine.stats()
+            if stats_file:
+                _write_stats(stats_file, stats)
+            if not quiet:
+                click.echo(_summary(stats, emit.tokens, time.perf_counter() - began), err=True)
+    if interrupted:
+        kept = f"; {emit.count} results are kept" if prompts else ""
+        raise InterruptedRun(f"interrupted{kept}" + (", the same command goes on" if writer else ""))
+    if emit.refused:
+        raise PromptError("; ".join(f"request {c.id!r} was refused: {c.error}" for c in emit.refused[:3]))
+
+
+class _Emitter:
+    """Sends events to standard output and to the results file."""
+
+    def __init__(self, as_json: bool, writer, single: bool):
+        self.as_json, self.writer, self.single = as_json, writer, single
+        self.count = self.tokens = 0
+        self.refused: list[Any] = []
+        self._open_line = False
+
+    def __call__(self, event, bar) -> None:
+        from pwjax.engine.sequence import Piece
+
+        if isinstance(event, Piece):
+            if self.single and not self.as_json:
+                sys.stdout.write(event.text)
+                sys.stdout.flush()
+                self._open_line = True
+            return
+        self.count += 1
+        self.tokens += event.generated_tokens
+        if event.finish_reason == "refused":
+            self.refused.append(event)
+        if self.writer:
+            self.writer.write(event.to_json())
+        if self.as_json and (not self.writer):
+            click.echo(json.dumps(event.to_json()))
+        elif not self.single and not self.writer:
+            click.echo(f"[{event.id}] {event.text}")
+        if bar:
+            bar.update()
+
+    def finish(self) -> None:
+        """End the streamed line."""
+        if self._open_line:
+            sys.stdout.write("\n")
+        sys.stdout.flush()
+
+
+def _load(options: EngineOptions, seed: int, log: str | None, quiet: bool):
+    """The engine, with what is compiled and loaded told on standard error."""
+    from pwjax import environment
+    from pwjax.loading import load
+
+    environment.enable_compile_cache()
+    engine = load(
+        options.model,
+        options.memory_budget_bytes,
+        batch=options.batch,
+        context=options.context,
+        kv_dtype=options.kv_dtype,
+        policy=options.policy,
+        bits=options.bits,
+        seed=seed,
+        log=log,
+        report=None if quiet else lambda what: click.echo(f"compiling {what}", err=True),
+    )
+    if not quiet and engine.parts.shapes.slots < options.batch:
+        click.echo(f"note: the budget leaves room for {engine.parts.shapes.slots} sequences at a time", err=True)
+    return engine
+
+
+def _writer(output: str | None, options: EngineOptions, defaults):
+    """The results file, bound to everything that the results depend on."""
+    if output is None:
+        return nullcontext()
+    from pwjax.engine.output import ResultWriter
+    from pwjax.loading import model_identity, open_model
+
+    settings = {
+        "model": model_identity(open_model(options.model)),
+        "bits": options.bits,
+        "policy": options.policy,
+        "memory_budget_bytes": options.memory_budget_bytes,
+        "batch": options.batch,
+        "context": options.context,
+        "kv_dtype": options.kv_dtype,
+        "sampling": {name: getattr(defaults, name) for name in defaults.field_names()},
+    }
+    return ResultWriter(output, settings)
+
+
+@contextmanager
+def _bar(total: int, show: bool) -> Iterator[Any]:
+    """A progress bar on a terminal."""
+    from tqdm import tqdm
+
+    with tqdm(total=total, unit="request", file=sys.stderr, disable=None if show else True) as bar:
+        yield bar
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM ends a run as Ctrl-C does: what is finished is kept."""
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _writable(path: str | None) -> None:
+    """UsageError before hours of work where a report could not be written."""
+    if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+        raise UsageError(f"cannot write {path}: it is a directory, or its directory does not exist")
+
+
+def _write_stats(path: str, stats: dict) -> None:
+    try:
+        Path(path).write_text(json.dumps(stats, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write the statistics to {path}: {error.strerror}") from error
+
+
+def _summary(stats: dict, tokens: int, seconds: float) -> str:
+    memory, precision = stats["memory"], stats["precision"]
+    bits = f"{precision['mean_bits_start']:.2f}"
+    if precision["epochs"] > 1:
+        bits += f" -> {precision['mean_bits_min']:.2f} -> {precision['mean_bits_end']:.2f}"
+    return (
+        f"{tokens} tokens in {seconds:.1f} s ({tokens / max(seconds, 1e-9):.1f} tokens/s), "
+        f"budget {format_bytes(memory['budget_bytes'])}, peak {format_bytes(memory['peak_bytes'])}, mean bits {bits}"
+    )
