@@ -46,7 +46,6 @@ class HFCheckpoint:
         self.path = Path(path)
         self.config = _read_config(self.path)
         self._tensors, problems, lost = read_headers(self.path)
-        self._files: dict[Path, Any] = {}
         problems += self._problems(lost)
         if problems:
             raise CheckpointError(f"the checkpoint at {self.path} cannot be used: {'; '.join(problems)}")
@@ -86,18 +85,18 @@ class HFCheckpoint:
         return self._fill(out, parts(self.config, name, layer, self._tensors))
 
     def _fill(self, out: np.ndarray, pieces: list[Part]) -> np.ndarray:
+        """Put checkpoint tensors where they belong in ``out``."""
+        # Files are mapped for one call: a mapping that stays open would count all that was read as this process's.
+        files: dict[Path, Any] = {}
         for part in pieces:
-            out[part.index] = bf16(self._read(part.name))
+            path = self._tensors[part.name].file
+            try:
+                if path not in files:
+                    files[path] = safe_open(path, "numpy")
+                out[part.index] = bf16(files[path].get_tensor(part.name))
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{path} cannot be read: {error}") from error
         return out
-
-    def _read(self, name: str) -> np.ndarray:
-        path = self._tensors[name].file
-        try:
-            if path not in self._files:
-                self._files[path] = safe_open(path, "numpy")
-            return self._files[path].get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
 
     def _problems(self, lost: set[str]) -> list[str]:
         """What is wrong with the tensors, those ``lost`` with their shard aside."""
@@ -114,7 +113,11 @@ class HFCheckpoint:
             [f"{name} is stored as {t.dtype}, not as a float" for name, t in tensors.items() if t.dtype not in _FLOATS]
         )
         if not problems and not lost and config.tie_embeddings and "lm_head.weight" in tensors:
-            if not np.array_equal(self._read("lm_head.weight"), self._read("model.embed_tokens.weight")):
+            shape = optional["lm_head.weight"]
+            both = [np.empty(shape, ml_dtypes.bfloat16) for _ in range(2)]
+            for out, name in zip(both, ("lm_head.weight", "model.embed_tokens.weight"), strict=True):
+                self._fill(out, [Part(name, shape, ())])
+            if not np.array_equal(both[0].view(np.uint16), both[1].view(np.uint16)):
                 problems.append(f"lm_head.weight differs from the embedding, but {CONFIG} says they are tied")
         return problems
 
@@ -163,7 +166,7 @@ def save_hf(
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
         count = 0
         for name, layer, pieces in all_parts(config):
-            value = flat[name] if layer is None else flat[name][layer]
+            value: np.ndarray = np.asarray(flat[name] if layer is None else flat[name][layer])
             for part in pieces:
                 yield part.name, value[part.index]
                 count += 1

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from pwjax.calibration import load_tokenizer
+from pwjax.checkpoints.lazy import LayerStack
 from pwjax.checkpoints.orbax import load_orbax, params_of
 from pwjax.checkpoints.tree import flatten, name_all, param_shapes, shape_problems
 from pwjax.config import ModelConfig
@@ -19,10 +20,11 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 
-def checked_params(params: Any, config: ModelConfig) -> dict[str, np.ndarray]:
+def checked_params(params: Any, config: ModelConfig) -> dict[str, np.ndarray | LayerStack]:
     """All parameters by flat name; CheckpointError that names what is missing, extra, misshapen or not a number."""
     tree = load_orbax(params) if isinstance(params, str | os.PathLike) else params_of(params)
-    flat = {name: np.asarray(value) for name, value in flatten(tree).items()}
+    # A stack of layers stays on disk: it is read layer by layer where it is used.
+    flat = {n: v if isinstance(v, LayerStack) else np.asarray(v) for n, v in flatten(tree).items()}
     wanted = param_shapes(config)
     problems = shape_problems({name: value.shape for name, value in flat.items()}, wanted)
     floats = (np.float16, np.float32, np.float64, ml_dtypes.bfloat16)

@@ -20,6 +20,7 @@ from pwjax.checkpoints.tree import EXPERTS, flatten, param_shapes, unflatten
 from pwjax.config import ModelConfig
 from pwjax.errors import CheckpointError
 from pwjax.models import forward, logits
+from pwjax.quantization import quantize
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen2_moe.npz"
 CONFIG = ModelConfig(
@@ -180,6 +181,23 @@ def test_layers_on_demand(tmp_path, folder, params):
         stack[3]
     save_hf(tmp_path / "streamed", CONFIG, lazy)
     assert (tmp_path / "streamed" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
+def test_quantizing_a_checkpoint_on_disk_holds_one_layer(tmp_path, folder, params, monkeypatch):
+    def forbidden(_self, dtype=None, copy=None):
+        raise AssertionError("the whole stack was read")
+
+    wanted = quantize(params, CONFIG, tmp_path / "whole", bits="2-3")
+    monkeypatch.setattr(LayerStack, "__array__", forbidden)
+    made = quantize(HFCheckpoint(folder).lazy_params(), CONFIG, tmp_path / "streamed", bits="2-3")
+    assert (made / "manifest.json").read_bytes() == (wanted / "manifest.json").read_bytes()
+
+
+def test_calibrating_a_checkpoint_on_disk(tmp_path, folder, params):
+    tokens = np.random.default_rng(0).integers(0, 30, (2, 12))
+    wanted = quantize(params, CONFIG, tmp_path / "whole", text=tokens, bits="2-3")
+    made = quantize(HFCheckpoint(folder).lazy_params(), CONFIG, tmp_path / "streamed", text=tokens, bits="2-3")
+    assert (made / "manifest.json").read_bytes() == (wanted / "manifest.json").read_bytes()
 
 
 def test_ignored_tensors(folder, params):
