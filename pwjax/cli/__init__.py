@@ -17,6 +17,7 @@ from pwjax.errors import PWJaxError
 # name -> (module that holds `command`, line of the help). The help is here so that `pwjax --help` imports nothing.
 COMMANDS = {
     "generate": ("pwjax.cli.generate", "Generate text under a memory budget."),
+    "quantize": ("pwjax.cli.quantize", "Quantize a Hugging Face checkpoint."),
     "inspect": ("pwjax.cli.inspect", "Summarize or verify a quantized model."),
     "export": ("pwjax.cli.export", "Write a quantized model as a Hugging Face checkpoint."),
     "doctor": ("pwjax.cli.doctor", "Show versions, devices and what works on this machine."),

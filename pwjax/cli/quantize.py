@@ -1,0 +1,188 @@
+"""``pwjax quantize``: a checkpoint into a quantized model, resumable, with a report of what each width loses."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pwjax.cli.options import json_option, quiet_option
+from pwjax.errors import ArtifactError, InterruptedRun, UsageError
+from pwjax.progress import Bars
+from pwjax.units import format_bytes
+
+NO_TEXT = (
+    "note: without --calibration every weight counts the same; quality at few bits is better with a text file like "
+    "what the model will be used for"
+)
+
+
+@click.command()
+@click.argument("hf_dir", metavar="HF_DIR", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
+@click.option("--bits", default="2-6", show_default=True, metavar="A-B",
+              help="Widths that the experts can have, a contiguous range within 2-8.")
+@click.option("--calibration", multiple=True, metavar="TEXT_FILE",
+              type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path),
+              help="UTF-8 text that says which weights matter; may be repeated. Default: all weights count the same.")
+@click.option("--windows", type=click.IntRange(min=1), metavar="N",
+              help="Windows of the text at most, taken evenly from all files. Default: 128.")
+@click.option("--window-tokens", type=click.IntRange(min=2), metavar="N",
+              help="Tokens of a window. Default: 512, or the model's context if that is less.")
+@click.option("--lut-rows", default="auto", show_default=True, metavar="auto|N",
+              help="Output rows that share a table; auto takes the least error at equal pages.")
+@click.option("--no-16bit", "fallback", flag_value=False, default=True,
+              help="Leave out the original rows, two bytes a weight: less disk, but no 16 bits.")
+@click.option("--jobs", "-j", type=click.IntRange(min=1), metavar="N",
+              help="Threads. The result does not depend on it. Default: one a core.")
+@click.option("--config", "config_file", metavar="FILE", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+              help="Hugging Face config.json of the model: HF_DIR is then an Orbax directory of a training run.")
+@click.option("--tokenizer", metavar="FILE", type=click.Path(exists=True, path_type=Path),
+              help="tokenizer.json, or its directory. Default: HF_DIR's.")
+@json_option
+@quiet_option
+def command(
+    hf_dir: Path,
+    out: Path,
+    calibration: tuple[Path, ...],
+    windows: int | None,
+    window_tokens: int | None,
+    lut_rows: str,
+    jobs: int | None,
+    config_file: Path | None,
+    tokenizer: Path | None,
+    as_json: bool,
+    quiet: bool,
+    **settings: Any,
+) -> None:
+    """Quantize the checkpoint HF_DIR into the directory OUT.
+
+    A run that was stopped goes on at the last finished layer when the same command is given again. OUT appears when
+    it is whole; until then the work is in OUT.partial.
+    """
+    if not calibration and (windows or window_tokens):
+        raise UsageError("--windows and --window-tokens cut the calibration text: give --calibration TEXT_FILE as well")
+    groups = _lut_rows(lut_rows)
+
+    # JAX and the quantizer are imported after what click has checked.
+    from calib import report
+    from pwjax import environment
+    from pwjax.calibration import WINDOW_TOKENS, WINDOWS
+    from pwjax.checkpoints.writer import refuse_taken
+    from pwjax.quantization import parse_bits, quantize
+
+    refuse_taken(out)
+    parse_bits(settings["bits"])
+
+    def note(text: str) -> None:
+        if not quiet:
+            click.echo(text, err=True)
+
+    config, params = _load(hf_dir, config_file, note)
+    if tokenizer is None and (hf_dir / "tokenizer.json").exists():
+        tokenizer = hf_dir
+    if tokenizer is None and calibration:
+        raise UsageError(f"{hf_dir} has no tokenizer.json, which --calibration needs: add --tokenizer FILE")
+    if tokenizer is None:
+        note(f"note: {hf_dir} has no tokenizer.json; the quantized model will take and give token ids only")
+    if calibration:
+        environment.enable_compile_cache()
+    else:
+        note(NO_TEXT)
+
+    progress = _Told(note, Bars(False if quiet else None))
+    try:
+        quantize(
+            params,
+            config,
+            out,
+            text=calibration or None,
+            tokenizer=tokenizer,
+            lut_rows=groups,
+            windows=windows or WINDOWS,
+            window_tokens=window_tokens or WINDOW_TOKENS,
+            jobs=jobs or 0,
+            progress=progress,
+            **settings,
+        )
+    except KeyboardInterrupt:
+        raise InterruptedRun("interrupted; what is finished is kept, and the same command goes on from there") from None
+    finally:
+        progress.bars.close()
+
+    summary = summarize(out)
+    if as_json:
+        click.echo(json.dumps(summary))
+    if not as_json and not quiet:
+        click.echo(report.table(summary["report"]), err=True)
+        if summary["unrouted"]:
+            count, first = len(summary["unrouted"]), summary["unrouted"][0]
+            note(f"note: the text never reached {count} of the expert matrices (such as {first}); more text helps")
+        widths = f"{summary['bits'][0]}-{summary['widths'][-1]}" + (" and 16" if summary["fallback"] else "")
+        note(f"wrote {out}: experts at {widths} bits, {format_bytes(summary['disk_bytes'])}")
+
+
+def summarize(out: Path) -> dict[str, Any]:
+    """JSON-ready facts of a fresh artifact: how it was calibrated, and ``report``, relative errors layer by layer."""
+    from pwjax.checkpoints.artifact import Artifact
+
+    artifact = Artifact.open(out)
+    geometry, calibration = artifact.geometry, artifact.manifest["calibration"]
+    return {
+        "path": str(out),
+        "bits": list(geometry.all_bits),
+        "widths": list(geometry.widths),
+        "fallback": geometry.fallback,
+        "lut_rows": {"gate_up": geometry.shape(0).lut_rows, "down": geometry.shape(1).lut_rows},
+        "page_bytes": geometry.page_bytes,
+        "disk_bytes": sum(facts["bytes"] for facts in artifact.manifest["files"].values()),
+        "windows": calibration["windows"],
+        "window_tokens": calibration.get("window_tokens"),
+        "mean_loss": calibration.get("mean_loss"),
+        "unrouted": calibration["unrouted"],
+        "report": calibration["report"],
+    }
+
+
+class _Told:
+    """Progress bars, and one line where an earlier run has left work to go on from."""
+
+    def __init__(self, note, bars: Bars):
+        self.note, self.bars, self._quantizing = note, bars, False
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage == "quantizing" and not self._quantizing:
+            self._quantizing = True
+            if done > 1:
+                self.bars.close()
+                self.note(f"resuming: {done - 1} of {total} expert matrices are there")
+        self.bars(stage, done, total)
+
+
+def _load(path: Path, config_file: Path | None, note) -> tuple[Any, Any]:
+    """Model config and parameters: of a Hugging Face directory, or of an Orbax one where ``config_file`` is given."""
+    from pwjax.checkpoints.hf import HFCheckpoint
+    from pwjax.checkpoints.hf_files import read_json
+    from pwjax.config import ModelConfig
+
+    if config_file is not None:
+        return ModelConfig.from_hf(read_json(config_file)), os.fspath(path)
+    if not (path / "config.json").exists():
+        if (path / "manifest.json").exists():
+            raise ArtifactError(f"{path} is quantized already; pwjax export {path} HF_DIR gives its original back")
+        raise UsageError(
+            f"{path} is not a Hugging Face checkpoint: it has no config.json; for an Orbax directory add --config FILE"
+        )
+    checkpoint = HFCheckpoint(path)
+    for text in checkpoint.notes:
+        note(f"note: {text}")
+    return checkpoint.config, checkpoint.lazy_params()
+
+
+def _lut_rows(text: str) -> str | int:
+    if text == "auto":
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise UsageError(f"--lut-rows must be auto or a number of rows of at least 1, got {text!r}")
+    return int(text)
