@@ -14,7 +14,11 @@ class UsageError(PWJaxError):
 
 
 class BudgetError(PWJaxError):
-    """The memory budget is too small; the message names the smallest that works."""
+    """The memory budget is too small; the message and ``smallest_budget_bytes`` name the smallest that works."""
+
+    def __init__(self, message: str, smallest_budget_bytes: int | None = None):
+        super().__init__(message)
+        self.smallest_budget_bytes = smallest_budget_bytes
 
 
 class CheckpointError(PWJaxError):

@@ -1,10 +1,10 @@
 """From a model on disk and a budget to an engine: measure, divide the budget, compile, load."""
 
+import functools
 import hashlib
-import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
@@ -16,15 +16,15 @@ from planner import POLICIES, BlockTable, Plan, Policy, get_policy
 from planner.solve import uniform
 from pwjax import environment
 from pwjax.checkpoints.artifact import Artifact
-from pwjax.checkpoints.tree import dense_shapes, unflatten
-from pwjax.engine.budget import MemoryPlan, plan_memory, shrink_to_fit, step_memory
+from pwjax.engine.budget import MemoryPlan, plan_memory, remembered_sizes, shrink_to_fit, step_memory
 from pwjax.engine.engine import Engine, Parts
 from pwjax.engine.log import EpochLog
 from pwjax.engine.meter import Meter
 from pwjax.engine.steps import StepShapes, compile_step
 from pwjax.engine.text import Tokenizer
+from pwjax.engine.weights import load_weights, params_spec
 from pwjax.errors import UsageError
-from pwjax.memory import Arena, KVPages, PageAllocator, PageTableState, Pager, ThreadTransfer
+from pwjax.memory import KVPages
 
 CHUNKS = (32, 128)
 DECODE_TOKENS = 4
@@ -90,15 +90,16 @@ def outlook(
         raise UsageError(f"--batch must be at least 1, got {batch}")
     if kv_dtype not in KV_DTYPES:
         raise UsageError(f"unknown KV dtype {kv_dtype!r}; choose from {', '.join(KV_DTYPES)}")
-    fixed = _checked_bits(bits, table)
+    fixed = checked_bits(bits, table)
     if fixed is None and policy not in POLICIES:
         raise UsageError(f"unknown policy {policy!r}; choose from {', '.join(POLICIES)}")
     chunks = tuple(c for c in chunks if c < context) or (min(chunks),)
     shapes = StepShapes(config, geometry, batch, context, chunks, decode_tokens, kv_dtype)
-    params = unflatten({name: jax.ShapeDtypeStruct(s, np.uint16) for name, s in dense_shapes(config).items()})
+    params = params_spec(config)
 
     def measure(form: StepShapes) -> MemoryPlan:
-        return plan_memory(form, params, table, memory_budget_bytes, fixed, _sizes(form, params, report))
+        sizes = remembered_sizes(form, lambda: step_memory(form, params, report))
+        return plan_memory(form, params, table, memory_budget_bytes, fixed, sizes)
 
     if shrink:
         shapes, memory = shrink_to_fit(shapes, measure)
@@ -131,7 +132,7 @@ def load(
     ``memory_budget`` is bytes or a size such as ``"10GiB"`` (None: enough for full precision and full context);
     ``batch`` slots; ``context`` tokens a sequence, prompt and new ones; ``bits`` fixes the precision, one width or an
     int[n] a block; ``seed`` for requests that bring none; ``log`` a path for the epoch log; ``report`` is told what
-    is being compiled; ``progress(blocks, all blocks)`` while weights load. Raises BudgetError, ArtifactError, UsageError.
+    is being compiled; ``progress(blocks, all blocks)`` while weights load. BudgetError, ArtifactError, UsageError.
     """
     from pwjax.units import parse_bytes
 
@@ -145,30 +146,20 @@ def load(
     shapes, memory, table = view.shapes, view.memory, artifact.table()
     config, geometry = shapes.config, shapes.geometry
     tokenizer = Tokenizer.load(artifact.tokenizer_path, config.bos_token_id) if artifact.tokenizer_path else None
-    params = jax.tree.map(lambda a: jax.device_put(a.view(np.uint16)), artifact.dense_params())
     programs = {}
     for key in shapes.keys:
         if report:
             report(f"{key[0]} {key[1]}")
-        programs[key] = compile_step(shapes, key, memory.num_pages, params)
+        programs[key] = compile_step(shapes, key, memory.num_pages, params_spec(config))
     kv_shapes = sorted({(shapes.kv_rows(*key), shapes.row_words) for key in shapes.keys})
-    arena = Arena(memory.num_pages, geometry.page_words, kv_shapes=kv_shapes)
-    allocator = PageAllocator(memory.num_pages)
-    page_table = PageTableState(config.num_layers, config.num_experts, geometry)
+    weights = load_weights(
+        artifact, view.plan.bits, memory.num_pages, memory.staging_pages, kv_shapes=kv_shapes, meter=meter,
+        progress=progress,
+    )  # fmt: skip
     kv = KVPages(
-        allocator, slots=shapes.slots, layers=config.num_layers, max_tokens=shapes.context,
+        weights.allocator, slots=shapes.slots, layers=config.num_layers, max_tokens=shapes.context,
         page_words=geometry.page_words, row_words=shapes.row_words,
     )  # fmt: skip
-    store = artifact.host_store()
-    transfer = ThreadTransfer(store)
-    pager = Pager(arena, allocator, page_table, geometry, transfer, staging_pages=memory.staging_pages)
-
-    def loaded(done: int, total: int) -> None:
-        meter.observe()
-        if progress:
-            progress(done, total)
-
-    pager.load_initial(view.plan.bits, loaded)
     header = {
         "versions": environment.versions(),
         "device": jax.devices()[0].device_kind,
@@ -186,16 +177,15 @@ def load(
         "bits": view.plan.bits.tolist(),
     }
     parts = Parts(
-        shapes=shapes, memory=memory, table=table, params=params, programs=programs, arena=arena, allocator=allocator,
-        kv=kv, page_table=page_table, pager=pager, transfer=transfer, store=store, policy=view.policy,
-        tokenizer=tokenizer, meter=meter, log=EpochLog(log, header), start_bits=view.plan.bits, moves=view.moves,
-        seed=seed,
+        shapes=shapes, memory=memory, table=table, programs=programs, kv=kv, policy=view.policy, tokenizer=tokenizer,
+        meter=meter, log=EpochLog(log, header), start_bits=view.plan.bits, moves=view.moves, seed=seed,
+        **weights._asdict(),
     )  # fmt: skip
     meter.warm()
     return Engine(parts)
 
 
-def _checked_bits(bits: int | np.ndarray | None, table: BlockTable) -> np.ndarray | None:
+def checked_bits(bits: int | np.ndarray | None, table: BlockTable) -> np.ndarray | None:
     """``bits`` as int[n]; UsageError for a precision that the model does not have."""
     if bits is None:
         return None
@@ -221,25 +211,3 @@ def _reserve(memory: MemoryPlan, shapes: StepShapes, policy: str) -> int:
     tokens = shapes.geometry.page_words // shapes.row_words
     start = -(-RESERVE_TOKENS // tokens) * 2 * shapes.config.num_layers * shapes.slots
     return max(0, min(spare, max(start, memory.capacity_pages // 10)))
-
-
-def _sizes(shapes: StepShapes, params, report: Report | None) -> tuple[int, int]:
-    """:func:`step_memory`, kept in the user's cache: sizes depend on shapes and versions alone."""
-    facts = {**asdict(shapes), "versions": environment.versions(), "backend": jax.default_backend()}
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
-    path = environment.cache_dir() / "step-memory" / f"{digest}.json"
-    try:
-        step, commit = json.loads(path.read_text())
-        return int(step), int(commit)
-    except (OSError, ValueError, TypeError):
-        pass
-    sizes = step_memory(shapes, params, report)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(sizes))
-        os.replace(temporary, path)
-    except OSError:
-        pass  # a cache that cannot be written costs time, nothing else
-    return sizes
-

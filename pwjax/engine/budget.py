@@ -4,14 +4,22 @@ Only compiled programs are asked for their sizes (temporaries and outputs); they
 a small arena stands in. ``pwjax plan`` and the engine take this same path.
 """
 
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
 from pallas_kernels.pages import WORD_BYTES, ceil_div
 from planner.tables import BlockTable
+from pwjax import environment
 from pwjax.engine.steps import StepShapes, compile_step
 from pwjax.errors import BudgetError
 from pwjax.memory.arena import COMMIT_WIDTHS, commit_programs, program_memory
@@ -102,6 +110,43 @@ def step_memory(shapes: StepShapes, params, report: Callable[[str], None] | None
     return step, commit
 
 
+def remembered_sizes(shapes: Any, measure: Callable[[], tuple[int, int]]) -> tuple[int, int]:
+    """``measure()``, kept in the user's cache; ``shapes`` is a dataclass with all that the programs depend on."""
+    facts = {
+        "kind": type(shapes).__name__,
+        **asdict(shapes),
+        "versions": environment.versions(),
+        "source": _source_digest(),
+        "device": [jax.default_backend(), jax.devices()[0].device_kind],
+    }
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    path = environment.cache_dir() / "step-memory" / f"{digest}.json"
+    try:
+        step, commit = json.loads(path.read_text())
+        return int(step), int(commit)
+    except (OSError, ValueError, TypeError):
+        pass
+    sizes = measure()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(sizes))
+        os.replace(temporary, path)
+    except OSError:
+        pass  # a cache that cannot be written costs time, nothing else
+    return sizes
+
+
+@lru_cache(maxsize=1)
+def _source_digest() -> str:
+    """sha256 over the code that programs are compiled from: a version number stays the same while it is edited."""
+    sha = hashlib.sha256()
+    for package in ("pwjax", "pallas_kernels"):
+        for file in sorted(Path(str(resources.files(package))).rglob("*.py")):
+            sha.update(file.read_bytes())
+    return sha.hexdigest()
+
+
 def _tables(shapes: StepShapes) -> tuple[int, int]:
     """Bytes of one page table with the KV table, and of the page table alone."""
     config, geometry = shapes.config, shapes.geometry
@@ -163,19 +208,19 @@ def shrink_to_fit(
     BudgetError with the smallest budget that works where none fits.
     """
     plan = measure(shapes)
-    forms: Sequence[StepShapes] = [shapes]
-    if not plan.fits:
-        small = replace(shapes, chunks=shapes.chunks[:1], decode_tokens=1)
-        slots = [shapes.slots]
-        while slots[-1] > 1:
-            slots.append(slots[-1] // 2)
-        forms = [replace(small, slots=s) for s in slots]
-    for form in forms:
-        plan = measure(form)
-        if plan.fits:
-            return form, plan
+    if plan.fits:
+        return shapes, plan
+    small = replace(shapes, chunks=shapes.chunks[:1], decode_tokens=1)
+    # The smallest form first: where even that does not fit, compiling those between would only cost time.
+    plan, slots = measure(replace(small, slots=1)), shapes.slots
+    while plan.fits:
+        form = replace(small, slots=slots)
+        if slots == 1 or measure(form).fits:
+            return form, measure(form)
+        slots //= 2
     raise BudgetError(
-        f"the memory budget of {plan.budget_bytes} bytes is too small: one sequence of {shapes.context} tokens with the "
-        f"experts at their lowest allowed precision needs {plan.smallest_budget_bytes} bytes "
-        f"({plan.smallest_budget_bytes / 2**20:.1f} MiB); raise --memory-budget or lower --context"
+        f"the memory budget of {plan.budget_bytes} bytes is too small: one sequence of {shapes.context} tokens with "
+        f"the experts at their lowest allowed precision needs {plan.smallest_budget_bytes} bytes "
+        f"({plan.smallest_budget_bytes / 2**20:.1f} MiB); raise --memory-budget or lower --context",
+        plan.smallest_budget_bytes,
     )

@@ -11,7 +11,11 @@ from pwjax.checkpoints.tree import param_shapes, unflatten
 from pwjax.config import ModelConfig
 from pwjax.quantization import quantize
 
-CORPUS = ["The quick brown fox jumps over the lazy dog.\n", "def f(x):\n    return x + 1\n", "12 + 30 = 42, naïve café.\n"]
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog.\n",
+    "def f(x):\n    return x + 1\n",
+    "12 + 30 = 42, naïve café.\n",
+]
 
 
 @pytest.fixture(scope="session")
