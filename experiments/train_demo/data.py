@@ -12,8 +12,8 @@ END = "<|endoftext|>"
 DOMAINS = {"prose": "books/books.train.txt", "code": "code/python_stdlib.train.txt", "math": "math/gsm8k.train.txt"}
 # Share of training windows drawn from each domain.
 MIXTURE = {"prose": 0.47, "code": 0.40, "math": 0.13}
-# Bytes of each domain that the tokenizer is trained on: even weights, so that code keeps its merges.
-TOKENIZER_BYTES = 10_000_000
+# Characters of each domain that the tokenizer is trained on: even weights, so that code keeps its merges.
+TOKENIZER_CHARS = 10_000_000
 
 
 def train_tokenizer(data: Path, vocab_size: int) -> Tokenizer:
@@ -23,10 +23,11 @@ def train_tokenizer(data: Path, vocab_size: int) -> Tokenizer:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
-    texts = (read(data / name)[:TOKENIZER_BYTES] for name in DOMAINS.values())
+    texts = (read(data / name)[:TOKENIZER_CHARS] for name in DOMAINS.values())
     tokenizer.train_from_iterator((line for text in texts for line in text.splitlines(keepends=True)), trainer)
     return tokenizer
 
@@ -50,17 +51,25 @@ def encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
 
 
 def prepare(data: Path, work: Path, vocab_size: int) -> tuple[Tokenizer, dict[str, np.ndarray]]:
-    """Tokenizer and token arrays, made once and kept in ``work``."""
+    """Tokenizer and token arrays, made once and kept in ``work``; SystemExit where a text is missing."""
+    missing = [name for name in DOMAINS.values() if not (data / name).is_file()]
+    if missing:
+        raise SystemExit(f"{data} lacks {', '.join(missing)}; README.md beside this script says what belongs there")
     work.mkdir(parents=True, exist_ok=True)
     path = work / "tokenizer.json"
     if not path.exists():
         train_tokenizer(data, vocab_size).save(str(path))
     tokenizer = Tokenizer.from_file(str(path))
+    if tokenizer.get_vocab_size() != vocab_size or tokenizer.token_to_id(END) != 0:
+        raise SystemExit(f"{path} is not a tokenizer of {vocab_size} entries: give another --vocab, or remove it")
     arrays = {}
     for domain, name in DOMAINS.items():
         cache = work / f"{domain}.npy"
         if not cache.exists():
-            np.save(cache, encode(tokenizer, read(data / name)))
+            # Renamed when whole: an array cut short by a kill would be trained on without a word.
+            partial = cache.with_suffix(".tmp.npy")
+            np.save(partial, encode(tokenizer, read(data / name)))
+            partial.replace(cache)
         arrays[domain] = np.load(cache, mmap_mode="r")
     return tokenizer, arrays
 

@@ -1,7 +1,8 @@
 """Train the bundled model: ``python experiments/train_demo/train.py --data DIR --work DIR``.
 
-Resumes from the last Orbax checkpoint in ``--work``; writes ``loss.json`` and ``loss.png`` as it goes and the
-Hugging Face layout to ``WORK/hf`` at the end. The first part of the run uses short windows, the last part long ones.
+Resumes from the last Orbax checkpoint in ``--work``, also after Ctrl-C, SIGTERM or a kill; writes ``loss.json`` and
+``loss.png`` as it goes and the Hugging Face layout to ``WORK/hf`` at the end. The first part of the run uses short
+windows, the last part long ones. ``README.md`` beside it has the commands of the bundled model.
 """
 
 import argparse
@@ -15,11 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from data import END, batch, prepare
+from data import batch, prepare
 from tqdm import tqdm
 
 from pwjax import models
+from pwjax.checkpoints.hf import save_hf
 from pwjax.config import ModelConfig
+from pwjax.errors import CheckpointError
 
 
 def model_config(vocab_size: int) -> ModelConfig:
@@ -77,7 +80,9 @@ def loss_and_stats(config: ModelConfig, balance: float):
 
 def save_curve(work: Path, curve: list[dict]) -> None:
     """Write ``loss.json``, and ``loss.png`` where matplotlib is installed."""
-    (work / "loss.json").write_text(json.dumps(curve))
+    partial = work / "loss.json.tmp"
+    partial.write_text(json.dumps(curve))
+    partial.replace(work / "loss.json")
     try:
         import matplotlib
     except ImportError:
@@ -100,20 +105,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="directory with books/, code/ and math/")
     parser.add_argument("--work", type=Path, required=True, help="checkpoints, curve and result")
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=1500, help="steps of the whole run, resumed ones included")
     parser.add_argument("--tokens-per-step", type=int, default=8192)
-    parser.add_argument("--window", type=int, default=256)
+    parser.add_argument("--window", type=int, default=256, help="tokens of a window")
     parser.add_argument("--long-window", type=int, default=1024)
     parser.add_argument("--long-share", type=float, default=0.2, help="last share of the steps, on long windows")
-    parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--vocab", type=int, default=4096, help="entries of the tokenizer")
     parser.add_argument("--peak", type=float, default=4e-3, help="peak learning rate")
     parser.add_argument("--balance", type=float, default=0.003, help="weight of the load-balancing loss")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save-every", type=int, default=50)
+    parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
     args = parser.parse_args()
+    if max(args.window, args.long_window) > args.tokens_per_step:
+        parser.error("--tokens-per-step must hold at least one window of each length")
 
-    tokenizer, arrays = prepare(args.data, args.work, args.vocab)
-    assert tokenizer.token_to_id(END) == 0
+    _, arrays = prepare(args.data, args.work, args.vocab)
     print({name: f"{len(a) / 1e6:.2f} M tokens" for name, a in arrays.items()}, flush=True)
     config = model_config(args.vocab)
     params = models.init_params(config, args.seed)
@@ -131,10 +137,12 @@ def main() -> None:
     curve = []
     if manager.latest_step() is not None:
         state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(state))
-        stored = json.loads((args.work / "loss.json").read_text())
+        history = args.work / "loss.json"
+        stored = json.loads(history.read_text()) if history.exists() else []
         curve = [c for c in stored if c["step"] < int(state["step"])]
     stop = []
-    signal.signal(signal.SIGTERM, lambda *_: stop.append(True))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.append(True))
     bar = tqdm(range(int(state["step"]), args.steps), initial=int(state["step"]), total=args.steps, mininterval=30)
     tokens_seen = curve[-1]["tokens"] if curve else 0
     for step in bar:
@@ -145,8 +153,8 @@ def main() -> None:
         nll, share = float(metrics["nll"]), np.asarray(metrics["share"])
         tokens_seen += args.tokens_per_step
         curve.append(
-            {"step": step, "tokens": tokens_seen, "nll": nll, "min_share": float(share.min()), "max_share": float(share.max()),
-             "seconds": time.perf_counter() - began}
+            {"step": step, "tokens": tokens_seen, "nll": nll, "min_share": float(share.min()),
+             "max_share": float(share.max()), "seconds": time.perf_counter() - began}
         )  # fmt: skip
         bar.set_postfix(nll=f"{nll:.3f}", min_share=f"{share.min():.3f}", refresh=False)
         if not np.isfinite(nll):
@@ -159,9 +167,11 @@ def main() -> None:
         if stop:
             print("stopped; the same command resumes", flush=True)
             return
-    from pwjax.checkpoints.hf import save_hf
-
-    save_hf(args.work / "hf", config, state["params"], tokenizer_file=args.work / "tokenizer.json")
+    manager.close()
+    try:
+        save_hf(args.work / "hf", config, state["params"], tokenizer_file=args.work / "tokenizer.json")
+    except CheckpointError as error:
+        raise SystemExit(f"the model is trained and in {args.work / 'ckpt'}, but: {error}") from None
     print(f"wrote {args.work / 'hf'}", flush=True)
 
 
