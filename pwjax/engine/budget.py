@@ -17,9 +17,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.pages import WORD_BYTES, ceil_div
+from pallas_kernels.pages import WORD_BYTES, Geometry, ceil_div
 from planner.tables import BlockTable
 from pwjax import environment
+from pwjax.config import ModelConfig
 from pwjax.engine.steps import StepShapes, compile_step
 from pwjax.errors import BudgetError
 from pwjax.memory.arena import COMMIT_WIDTHS, commit_programs, program_memory
@@ -147,10 +148,15 @@ def _source_digest() -> str:
     return sha.hexdigest()
 
 
+def page_table_bytes(config: ModelConfig, geometry: Geometry) -> int:
+    """Bytes of one epoch of the page table on the device."""
+    return config.blocks * (geometry.slots + 1) * 4 + 4
+
+
 def _tables(shapes: StepShapes) -> tuple[int, int]:
     """Bytes of one page table with the KV table, and of the page table alone."""
     config, geometry = shapes.config, shapes.geometry
-    page_table = config.blocks * (geometry.slots + 1) * 4 + 4
+    page_table = page_table_bytes(config, geometry)
     turns = ceil_div(shapes.context, geometry.page_words // shapes.row_words)
     return page_table + shapes.slots * config.num_layers * 2 * turns * 4, page_table
 

@@ -1,0 +1,15 @@
+"""Quality of a quantized model, measured on text.
+
+texts        Document, read_documents, heldout_documents: what is scored
+windows      Window, tokenize, cut: text into windows of tokens, and which of them count
+program      ScoreShapes, compile_score, plan_scoring: the compiled program and its share of the budget
+scorer       Scorer: log-likelihood of every token, experts read from the arena under a memory budget
+perplexity   Perplexity, measure_perplexity: perplexity with its standard error, bits per byte
+"""
+
+from pwjax.evaluate.perplexity import Perplexity as Perplexity
+from pwjax.evaluate.perplexity import measure_perplexity as measure_perplexity
+from pwjax.evaluate.scorer import Scorer as Scorer
+from pwjax.evaluate.texts import Document as Document
+from pwjax.evaluate.texts import heldout_documents as heldout_documents
+from pwjax.evaluate.texts import read_documents as read_documents

@@ -1,0 +1,127 @@
+"""Log-likelihoods of whole windows, experts read from the arena at fixed bits, all of it under a memory budget."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import numpy as np
+
+from planner import Plan
+from pwjax.checkpoints.artifact import Artifact
+from pwjax.config import ModelConfig
+from pwjax.engine.budget import MemoryPlan
+from pwjax.engine.meter import Meter
+from pwjax.engine.weights import load_weights
+from pwjax.errors import UsageError
+from pwjax.evaluate.program import Report, ScoreShapes, compile_score, plan_scoring, shrink_batch
+from pwjax.loading import checked_bits, open_model
+from pwjax.memory.arena import program_memory
+from pwjax.units import parse_bytes
+
+BATCH = 4
+WINDOW = 1024
+POLICIES = ("static", "uniform")
+
+
+class Scorer:
+    """A model on the device that gives the likelihood of tokens; a context manager that frees it.
+
+    ``shapes`` ScoreShapes, ``memory`` MemoryPlan, ``plan`` the bits in force. Make one with :meth:`load`.
+    """
+
+    def __init__(self, artifact: Artifact, shapes: ScoreShapes, memory: MemoryPlan, plan: Plan, meter: Meter, progress):
+        self.artifact, self.shapes, self.memory, self.plan = artifact, shapes, memory, plan
+        self._meter = meter
+        self._program = compile_score(shapes, memory.num_pages)
+        sizes = program_memory(self._program)
+        self._program_bytes = sizes.temp_bytes + sizes.output_bytes - sizes.alias_bytes
+        staging = memory.staging_bytes // memory.page_bytes
+        self._weights = load_weights(artifact, plan.bits, memory.num_pages, staging, meter=meter, progress=progress)
+        # Nothing moves from here on.
+        self._weights.transfer.close()
+        self._weights.store.close()
+
+    @classmethod
+    def load(
+        cls,
+        model: str | os.PathLike | Artifact | None = None,
+        memory_budget: int | str | None = None,
+        *,
+        bits: int | np.ndarray | None = None,
+        policy: str = "static",
+        window: int | None = None,
+        batch: int = BATCH,
+        report: Report | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> "Scorer":
+        """Load ``model`` (None: the bundled one) at ``bits``, or at the best bits that fit the budget.
+
+        ``policy``: ``static`` chooses bits block by block, ``uniform`` one width for all. ``window`` tokens, at most
+        the model's positions; ``batch`` windows a dispatch, fewer where the budget asks for it. Without ``bits`` and
+        budget the model is at its widest. BudgetError with the smallest budget that works, UsageError, ArtifactError.
+        """
+        meter = Meter()
+        artifact = model if isinstance(model, Artifact) else open_model(model)
+        config, table = artifact.config, artifact.table()
+        window = checked_window(window, config)
+        if batch < 1:
+            raise UsageError(f"--batch must be at least 1, got {batch}")
+        if policy not in POLICIES:
+            raise UsageError(
+                f"--policy {policy!r} cannot score text: there is no KV cache, so nothing moves; "
+                f"choose from {', '.join(POLICIES)}"
+            )
+        fixed, budget = checked_bits(bits, table), None if memory_budget is None else parse_bytes(memory_budget)
+
+        def measure(shapes: ScoreShapes) -> tuple[MemoryPlan, Plan]:
+            return plan_scoring(shapes, table, budget, fixed, policy, report)
+
+        chosen = shrink_batch(ScoreShapes(config, artifact.geometry, batch, window), measure)
+        return cls(artifact, *chosen, meter, progress)
+
+    def score(
+        self, windows: Sequence[np.ndarray], progress: Callable[[int, int], None] | None = None
+    ) -> Iterator[np.ndarray]:
+        """Negative log-likelihoods float32[len-1] of each window's tokens after its first, in order.
+
+        ``windows``: token ids int[len], ``2 <= len <= window``. ``progress(windows, all windows)``.
+        """
+        batch, weights = self.shapes.batch, self._weights
+        for start in range(0, len(windows), batch):
+            group = windows[start : start + batch]
+            tokens, lengths = np.zeros((batch, self.shapes.window), np.int32), np.zeros(batch, np.int32)
+            for row, window in enumerate(group):
+                tokens[row, : len(window)], lengths[row] = window, len(window)
+            inputs = jax.device_put((tokens, lengths))
+            self._meter.observe(self._program_bytes)
+            nll = jax.device_get(self._program(weights.params, weights.arena.array, weights.page_table.table, *inputs))
+            if progress:
+                progress(start + len(group), len(windows))
+            for row, window in enumerate(group):
+                yield nll[row, : len(window) - 1]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Measured so far: live buffers plus the running program's, or the device's own figure where it has one."""
+        return max(self._meter.peak_bytes, self._meter.device_peak() or 0)
+
+    def close(self) -> None:
+        """Free the device memory; harmless when done twice."""
+        self._weights.pager.close()
+        for array in jax.tree.leaves((self._weights.params, self._weights.arena.array)):
+            if not array.is_deleted():
+                array.delete()
+
+    def __enter__(self) -> "Scorer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def checked_window(window: int | None, config: ModelConfig) -> int:
+    """``window``, or the default for the model; UsageError for one that the model cannot see."""
+    window = min(WINDOW, config.max_positions) if window is None else window
+    if not 2 <= window <= config.max_positions:
+        raise UsageError(f"--window must be from 2 to the model's {config.max_positions} tokens, got {window}")
+    return window
