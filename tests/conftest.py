@@ -1,6 +1,7 @@
 """Runs the tests on the CPU unless a GPU is asked for, and keeps compiled programs between runs."""
 
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,6 +24,7 @@ def pytest_configure(config):
         # Inherited by the command lines that tests start.
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache.mkdir("jax")))
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+        os.environ.setdefault("PWJAX_CACHE_DIR", str(cache.mkdir("pwjax")))
 
 
 def pytest_collection_modifyitems(items):
@@ -32,3 +34,70 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+# A tiny quantized model with random weights, for every test that needs one on disk; made once a session.
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog.\n",
+    "def f(x):\n    return x + 1\n",
+    "12 + 30 = 42, naïve café.\n",
+]
+
+
+@pytest.fixture(scope="session")
+def tiny_config():
+    """Two layers, four experts, hidden 32, untied head, 300 tokens, 128 positions; token 0 ends a text."""
+    from pwjax.config import ModelConfig
+
+    return ModelConfig(
+        model_type="qwen2_moe", vocab_size=300, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+        num_experts=4, top_k=2, expert_size=32, shared_size=32, norm_topk_prob=False, rms_eps=1e-6, rope_theta=1e4,
+        max_positions=128, tie_embeddings=False, qkv_bias=True, eos_token_ids=(0,),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def tiny_params(tiny_config) -> dict:
+    """Random bfloat16 parameters, large enough that experts and their precision change the logits."""
+    import ml_dtypes
+    import numpy as np
+
+    from pwjax.checkpoints.tree import param_shapes, unflatten
+
+    rng = np.random.default_rng(0)
+    draw = {name: rng.standard_t(5, shape) * 0.15 for name, shape in param_shapes(tiny_config).items()}
+    draw |= {name: 1 + 0.1 * value for name, value in draw.items() if name.endswith("norm/scale")}
+    return unflatten({name: value.astype(ml_dtypes.bfloat16) for name, value in draw.items()})
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer(tmp_path_factory) -> Path:
+    """``tokenizer.json`` of a byte-level BPE: every text has tokens, and every token has bytes but 0, the end."""
+    import tokenizers
+
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], show_progress=False, min_frequency=1,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    backend.train_from_iterator(CORPUS, trainer)
+    assert backend.get_vocab_size() == 300
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    backend.save(str(path))
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_artifact(tmp_path_factory, tiny_config, tiny_params, tiny_tokenizer) -> Path:
+    """Artifact of the tiny model at 2-6 and 16 bits, with its tokenizer. Read it, never change it.
+
+    Small pages, so that every bit counts: all blocks take 48 pages at 2 bits, 120 at 6, 192 at 16; a page holds eight
+    tokens of K or V of one layer, so a full context takes 64.
+    """
+    from pwjax.quantization import quantize
+
+    out = tmp_path_factory.mktemp("tiny") / "tiny.pw"
+    return quantize(tiny_params, tiny_config, out, tokenizer=tiny_tokenizer, lut_rows=32, page_words=64)

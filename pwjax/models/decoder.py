@@ -108,7 +108,7 @@ class Decoder(nn.Module):
             in_axes=(0, *(nn.broadcast,) * 5),
             length=config.num_layers,
         )(config, name="layers")
-        x = as_float(embedding[tokens])
+        x = as_float(jnp.asarray(embedding)[tokens])
         bits, pages = (None, None) if paged is None else (paged.bits, paged.pages)
         shell = None if paged is None else dataclasses.replace(paged, bits=None, pages=None)
         carry = (x, jnp.int32(0))

@@ -1,0 +1,102 @@
+"""What ``pwjax plan`` says of a budget is what loading does with it."""
+
+import json
+
+import pytest
+
+import pwjax.cli as cli
+from pwjax.checkpoints.artifact import Artifact
+from pwjax.errors import BudgetError
+from pwjax.loading import outlook
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sizes_cache(tmp_path_factory):
+    """Sizes of programs are measured here, not taken from the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PWJAX_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def run(capsys, *argv):
+    code = cli.main(["plan", *map(str, argv)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture
+def plan(capsys, tiny_artifact):
+    def run_json(*argv):
+        code, out, err = run(capsys, "--model", tiny_artifact, "--batch", 2, "--quiet", "--json", *argv)
+        assert code == 0 and err == ""
+        return json.loads(out)
+
+    return run_json
+
+
+def test_without_a_budget_the_best_fits(plan, tiny_artifact):
+    found = plan()
+    assert found["fits"] and found["mean_bits"] == 16 and found["histogram"]["16"] == 16
+    assert sum(found["rows"].values()) == found["total_bytes"] <= found["budget_bytes"]
+    assert set(found["rows"]) == {
+        "dense_bytes", "table_bytes", "step_bytes", "commit_bytes", "staging_bytes", "arena_bytes"
+    }  # fmt: skip
+    assert found["pages_weights"] == Artifact.open(tiny_artifact).table().total_pages(16) == 192
+    # Two full sequences; a page of 64 words holds eight tokens of 8 words, two layers, K and V.
+    assert found["kv_pages"] == 2 * found["sequence_pages"] == 128 and found["kv_tokens"] == 256
+    assert found["slots"] == 2 and found["context"] == 128
+
+
+def test_the_smallest_budget_is_where_loading_begins(plan, tiny_artifact):
+    smallest = plan()["smallest_budget_bytes"]
+    artifact = Artifact.open(tiny_artifact)
+    below = plan("--memory-budget", smallest - 1)
+    assert not below["fits"] and below["smallest_budget_bytes"] == smallest and below["kv_pages"] == 0
+    with pytest.raises(BudgetError, match=f"needs {smallest} bytes") as caught:
+        outlook(artifact, memory_budget_bytes=smallest - 1, batch=2)
+    assert caught.value.smallest_budget_bytes == smallest
+
+    exact = plan("--memory-budget", smallest)
+    view = outlook(artifact, memory_budget_bytes=smallest, batch=2)
+    assert exact["fits"] and exact["total_bytes"] <= smallest and exact["slots"] == view.shapes.slots == 1
+    assert exact["kv_pages_max"] == exact["sequence_pages"] == 64
+    # A policy that never moves leaves the whole sequence its room from the start.
+    static = plan("--memory-budget", smallest, "--policy", "static")
+    assert static["fits"] and static["kv_pages"] == 64 and static["pages_weights"] == 48
+
+
+def test_between_the_bounds_bits_are_mixed_and_kv_can_grow(plan):
+    found = plan("--memory-budget", plan()["budget_bytes"] - 100 * 256)
+    assert found["fits"] and 2 < found["mean_bits"] < 16
+    assert sum(found["histogram"].values()) == 16
+    assert found["kv_pages_max"] == found["kv_pages"] + found["pages_weights"] - 48
+    static = plan("--memory-budget", found["budget_bytes"], "--policy", "static")
+    assert static["kv_pages_max"] == static["kv_pages"] and static["policy"] == "static"
+
+
+def test_fixed_bits(plan):
+    found = plan("--bits", 4)
+    assert found["policy"] == "fixed" and found["mean_bits"] == 4 and found["pages_weights"] == 80
+    assert found["kv_pages_max"] == found["kv_pages"] == 128
+    assert found["smallest_budget_bytes"] > plan("--bits", 2)["smallest_budget_bytes"]
+    assert found["kv_dtype"] == "bfloat16"
+
+
+def test_text(capsys, tiny_artifact):
+    arguments = ("--model", tiny_artifact, "--batch", 2, "--quiet")
+    code, out, _ = run(capsys, *arguments, "--explain")
+    assert code == 0 and "arena: expert weights" in out and "fits; the smallest budget" in out
+    assert "The plan meets its target." in out
+    code, out, _ = run(capsys, *arguments, "--memory-budget", "1KiB")
+    assert code == 0 and "does not fit; the smallest budget that works is " in out
+
+
+def test_bad_values(capsys, tiny_artifact, tmp_path):
+    for argv, code, words in [
+        (["--model", tiny_artifact, "--bits", 7], 2, "this model has no 7 bits; choose from 2, 3"),
+        (["--model", tiny_artifact, "--context", 129], 2, "from 2 to the model's 128 tokens"),
+        (["--model", tiny_artifact, "--policy", "magic"], 2, "unknown policy 'magic'"),
+        (["--model", tmp_path / "no.pw"], 1, "no.pw"),
+    ]:
+        got, out, err = run(capsys, *argv)
+        assert got == code and out == "" and words in err and err.count("\n") == 1

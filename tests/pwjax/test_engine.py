@@ -1,0 +1,220 @@
+"""The engine end to end on a tiny model: oracles, frozen plans, pressure, refusals, determinism."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import pwjax
+from pwjax import models
+from pwjax.checkpoints.artifact import Artifact
+from pwjax.engine.sequence import Completion, Piece
+from pwjax.errors import BudgetError, PromptError, PWJaxError, UsageError
+from pwjax.loading import load, outlook
+
+GREEDY = pwjax.SamplingParams(max_tokens=20, ignore_eos=True)
+PROMPTS = ["The quick brown", "def f(x):", "12 + 30", "lazy dog. The quick brown fox jumps over", "na", "x + 1\n"]
+
+
+def budget_for(path, pages: int, **options) -> int:
+    """Bytes that leave exactly ``pages`` pages (the null page included)."""
+    memory = outlook(Artifact.open(path), **options).memory
+    return memory.total_bytes - memory.arena_bytes + pages * memory.page_bytes
+
+
+def open_engine(path, pages: int = 290, **options):
+    """An engine with exactly ``pages`` pages. One shape for most tests: its programs are then compiled once.
+
+    With 290 pages and four slots, KV cannot grow to its full size (256) beside the weights at 6 bits (120).
+    """
+    shapes = {"batch": 4, "context": 128, **options}
+    budget = budget_for(path, pages, **{k: v for k, v in shapes.items() if k not in ("log", "seed")})
+    return load(path, budget, **shapes)
+
+
+def dense_greedy(artifact: Artifact, prompt: tuple[int, ...], count: int, expert_params: dict) -> list[int]:
+    """The oracle: whole forwards of the dense form, one token at a time."""
+    params = jax.tree.map(lambda a: np.asarray(a, np.float32), artifact.dense_params())
+    params["layers"]["experts"] = expert_params
+    length = len(prompt) + count
+    step = jax.jit(lambda tokens, n: models.logits(params, models.forward(artifact.config, params, tokens, n).hidden))
+    tokens = list(prompt)
+    for _ in range(count):
+        padded = np.zeros((1, length), np.int32)
+        padded[0, : len(tokens)] = tokens
+        tokens.append(int(np.argmax(step(padded, np.array([len(tokens)]))[0, len(tokens) - 1])))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("bits", [16, 6, 2])
+def test_generation_equals_the_dense_form_with_the_same_weights(tiny_artifact, bits):
+    artifact = Artifact.open(tiny_artifact)
+    with open_engine(tiny_artifact, bits=bits, kv_dtype="float32") as engine:
+        results = engine.generate(PROMPTS[:3], GREEDY)
+        weights = artifact.expert_params(bits)
+        for prompt, result in zip(PROMPTS, results, strict=False):
+            ids = tuple(engine.tokenizer.encode(prompt))
+            assert result.token_ids == dense_greedy(artifact, ids, 20, weights)
+            assert result.finish_reason == "length"
+
+
+def test_functional_forward_equals_the_dense_form(tiny_artifact):
+    artifact = Artifact.open(tiny_artifact)
+    tokens = np.arange(24, dtype=np.int32).reshape(2, 12) * 7 % 300
+    with open_engine(tiny_artifact, bits=4) as engine, engine.frozen() as (params, table, arena):
+        got = pwjax.forward(engine.model, params, table, arena, tokens)
+        with pytest.raises(PWJaxError, match="frozen"):
+            engine.step()
+    dense = artifact.dense_params()
+    dense["layers"]["experts"] = artifact.expert_params(4)
+    want = models.logits(dense, models.forward(artifact.config, dense, tokens).hidden)
+    np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+def test_a_request_does_not_depend_on_its_neighbours(tiny_artifact):
+    sampled = pwjax.SamplingParams(max_tokens=16, temperature=0.9, top_k=40, top_p=0.95, seed=5, logprobs=2)
+    with open_engine(tiny_artifact, bits=5) as engine:
+        together = engine.generate(PROMPTS, sampled)
+        alone = [engine.generate([p], sampled)[0] for p in PROMPTS]
+        assert engine.stats()["compile"]["recompiles_after_warmup"] == 0
+    assert [r.token_ids for r in together] == [r.token_ids for r in alone]
+    for result in alone:
+        assert len(result.logprobs) == result.generated_tokens
+        assert all(len(entry["top"]) == 2 and entry["logprob"] <= 0 for entry in result.logprobs)
+
+
+def test_pieces_concatenate_to_the_text(tiny_artifact):
+    requests = [pwjax.Request(i, p, None, GREEDY) for i, p in enumerate(PROMPTS)]
+    pieces = {}
+    with open_engine(tiny_artifact) as engine:
+        for event in engine.stream(requests):
+            if isinstance(event, Piece):
+                pieces[event.id] = pieces.get(event.id, "") + event.text
+            else:
+                assert pieces.get(event.id, "") == event.text
+
+
+def test_precision_moves_with_the_kv_cache(tiny_artifact, tmp_path):
+    long = pwjax.SamplingParams(max_tokens=110, ignore_eos=True)
+    with open_engine(tiny_artifact, log=tmp_path / "log.jsonl") as engine:
+        requests = [pwjax.Request(f"r{i}", PROMPTS[i % 6], None, long) for i in range(12)]
+        requests += [pwjax.Request("last", PROMPTS[0], None, long)]
+        done = [e for e in engine.stream(requests) if isinstance(e, Completion)]
+        stats = engine.stats()
+        engine.parts.pager.check_invariants()
+        engine.parts.kv.check_invariants()
+    assert sorted(c.id for c in done) == sorted(r.id for r in requests)
+    memory, precision = stats["memory"], stats["precision"]
+    assert 0 < memory["peak_bytes"] <= memory["budget_bytes"]
+    assert memory["pages_kv_peak"] + 120 > memory["pages_total"] - 1
+    assert precision["mean_bits_min"] < precision["mean_bits_start"]
+    assert precision["demotions"] > 0 and precision["promotions"] > 0
+    assert stats["compile"]["recompiles_after_warmup"] == 0 and stats["transfers"]["failed"] == 0
+    records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert records[0]["kind"] == "header" and {"plan", "commit", "admit", "finish"} <= {r["kind"] for r in records}
+    changes = [change for r in records if r["kind"] == "commit" for change in r["changes"]]
+    down = sum(to < was for _, was, to, _, _ in changes)
+    assert (down, len(changes) - down) == (precision["demotions"], precision["promotions"])
+
+
+def test_a_frozen_plan_gives_the_tokens_of_a_static_run_at_those_bits(tiny_artifact):
+    with open_engine(tiny_artifact) as engine:
+        for i in range(8):
+            engine.submit(pwjax.Request(i, PROMPTS[i % 6], None, pwjax.SamplingParams(max_tokens=100, ignore_eos=True)))
+        while engine.stats()["precision"]["demotions"] < 8 and not engine.idle:
+            engine.step()
+        engine.cancel()
+        bits = engine.freeze()
+        assert len(set(bits.tolist())) > 1
+        moved = engine.generate(PROMPTS, GREEDY)
+        engine.parts.pager.check_invariants()
+    with open_engine(tiny_artifact, bits=bits) as engine:
+        static = engine.generate(PROMPTS, GREEDY)
+    assert [r.token_ids for r in moved] == [r.token_ids for r in static]
+
+
+def test_a_plan_applied_by_hand_takes_effect(tiny_artifact):
+    with open_engine(tiny_artifact, policy="static") as engine:
+        before = engine.parts.pager.committed
+        plan = pwjax.plan(engine.observe(), target_bytes=20 * 256)
+        engine.apply(plan)
+        engine.settle()
+        after = engine.parts.pager.committed
+        assert plan.met and np.array_equal(after, plan.bits) and np.any(after < before)
+        up = pwjax.plan(engine.observe(), target_bytes=-20 * 256)
+        engine.apply(up)
+        engine.settle()
+        assert np.array_equal(engine.parts.pager.committed, up.bits) and np.any(up.bits > after)
+
+
+def test_preemption_is_the_last_resort_and_loses_nothing(tiny_artifact):
+    # Room for the lowest weights and one and a half sequences: four slots must take turns.
+    long = pwjax.SamplingParams(max_tokens=100, ignore_eos=True)
+    with open_engine(tiny_artifact, 1 + 48 + 100) as engine:
+        results = engine.generate(PROMPTS[:5], long)
+        stats = engine.stats()
+    assert [r.generated_tokens for r in results] == [100] * 5
+    assert stats["scheduler"]["preemptions"] > 0
+    assert stats["memory"]["peak_bytes"] <= stats["memory"]["budget_bytes"]
+
+
+def test_budget_too_small_names_the_smallest_that_works(tiny_artifact):
+    with pytest.raises(BudgetError, match="needs (\\d+) bytes") as caught:
+        load(tiny_artifact, 10_000, batch=1)
+    smallest = int(str(caught.value).split("needs ")[1].split(" bytes")[0])
+    with load(tiny_artifact, smallest, batch=1) as engine:
+        assert engine.generate("The", GREEDY)[0].generated_tokens == 20
+        assert engine.stats()["memory"]["peak_bytes"] <= smallest
+    with pytest.raises(BudgetError):
+        load(tiny_artifact, smallest - 1, batch=1)
+
+
+def test_prompts_that_can_never_run(tiny_artifact):
+    with open_engine(tiny_artifact, bits=2) as engine:
+        for ids, words in (((1,) * 128, "128 tokens"), ((1,) * 500, "500 tokens"), ((300,), "0 to 299"), ((-1,), "-1")):
+            with pytest.raises(PromptError, match=words):
+                engine.generate([pwjax.Request("a", None, ids, GREEDY)])
+        result = engine.generate([pwjax.Request("a", None, (1,) * 127, GREEDY)])[0]
+        assert result.finish_reason == "length" and result.generated_tokens == 1
+        mixed = [pwjax.Request("bad", None, (1,) * 200), pwjax.Request("good", "The", None, GREEDY)]
+        done = {e.id: e for e in engine.stream(mixed) if isinstance(e, Completion)}
+        assert done["bad"].finish_reason == "refused" and "200 tokens" in done["bad"].error
+        assert done["good"].generated_tokens == 20
+
+
+def test_stop_strings_and_tokens(tiny_artifact):
+    with open_engine(tiny_artifact, bits=16) as engine:
+        free = engine.generate(PROMPTS[0], GREEDY)[0]
+        by_token = engine.generate(PROMPTS[0], GREEDY.with_fields(stop_token_ids=(free.token_ids[3],)))[0]
+        first = free.token_ids.index(free.token_ids[3])
+        assert by_token.token_ids == free.token_ids[: first + 1] and by_token.finish_reason == "stop"
+        text = free.text[2:5]
+        by_text = engine.generate(PROMPTS[0], GREEDY.with_fields(stop=(text,)))[0]
+        assert by_text.text == free.text[: free.text.index(text)] and by_text.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"bits": 7}, "2, 3, 4, 5, 6, 16"),
+        ({"policy": "greedy"}, "default, static"),
+        ({"context": 129}, "128"),
+        ({"batch": 0}, "batch"),
+        ({"kv_dtype": "int8"}, "bfloat16, float32"),
+        ({"memory_budget": "10 potatoes"}, "size"),
+    ],
+)
+def test_bad_options_are_one_sentence(tiny_artifact, options, words):
+    with pytest.raises(UsageError, match=words):
+        load(tiny_artifact, **options)
+
+
+def test_cancelled_work_frees_its_pages(tiny_artifact):
+    with open_engine(tiny_artifact, bits=3) as engine:
+        free = engine.parts.allocator.free_pages
+        stream = engine.stream([pwjax.Request(i, p, None, GREEDY) for i, p in enumerate(PROMPTS)])
+        next(stream)
+        stream.close()
+        assert engine.idle and engine.parts.allocator.free_pages == free
+        assert engine.generate("The", GREEDY)[0].generated_tokens == 20
