@@ -14,9 +14,9 @@ class UsageError(PWJaxError):
 
 
 class BudgetError(PWJaxError):
-    """The memory budget is too small; the message and ``smallest_budget_bytes`` name the smallest that works."""
+    """The memory budget is too small; the message and ``smallest_budget_bytes`` name the smallest that works (0: not known)."""
 
-    def __init__(self, message: str, smallest_budget_bytes: int | None = None):
+    def __init__(self, message: str, smallest_budget_bytes: int = 0):
         super().__init__(message)
         self.smallest_budget_bytes = smallest_budget_bytes
 

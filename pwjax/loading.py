@@ -1,6 +1,5 @@
 """From a model on disk and a budget to an engine: measure, divide the budget, compile, load."""
 
-import functools
 import hashlib
 import os
 from collections.abc import Callable

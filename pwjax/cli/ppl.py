@@ -70,9 +70,14 @@ def command(
 
 
 def _compiling(bars) -> Callable[[str], None]:
+    """Tells what is compiled, once: a program is measured before it is used."""
+    told = set()
+
     def report(what: str) -> None:
-        bars.close()
-        click.echo(f"compiling {what}", err=True)
+        if what not in told:
+            bars.close()
+            click.echo(f"compiling {what}", err=True)
+        told.add(what)
 
     return report
 
@@ -83,7 +88,7 @@ def render(result: dict) -> str:
     names = ", ".join(result["text"])
     if result["text_source"] != "files":
         names = f"{result['text_source']}, held out from the bundled model: {names}"
-    counts = ", ".join(f"{n} blocks at {bits}" for bits, n in result["histogram"].items() if n)
+    counts = ", ".join(f"{n} at {bits}" for bits, n in result["histogram"].items() if n)
     memory = result["memory"]
     facts = [
         ("perplexity", f"{result['perplexity']:.4f} ± {error}"),
@@ -92,7 +97,7 @@ def render(result: dict) -> str:
         ("text", names),
         ("windows", f"{result['windows']:,} of {result['window']} tokens, stride {result['stride']}, "
                     f"BOS: {result['bos']}"),
-        ("experts", f"{result['mean_bits']:.2f} bits a weight ({counts})"),
+        ("experts", f"{result['mean_bits']:.2f} bits a weight (blocks: {counts})"),
         ("memory", f"budget {format_bytes(memory['budget_bytes'])}, peak {format_bytes(memory['peak_bytes'])}"),
     ]  # fmt: skip
     return "\n".join(f"{name:<14} {value}" for name, value in facts)

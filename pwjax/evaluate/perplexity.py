@@ -113,7 +113,7 @@ def measure_perplexity(
         raise UsageError(f"--stride must be from 1 to the window of {window} tokens, got {stride}")
     stride = min(stride, room)
     documents = heldout_documents() if documents is None else documents
-    windows = _windows(documents, tokenizer, config.vocab_size, window, stride, bos, max_tokens)
+    windows, names = _windows(documents, tokenizer, config.vocab_size, window, stride, bos, max_tokens)
     with Scorer.load(
         artifact, memory_budget, bits=bits, policy=policy, window=window, batch=batch, report=report,
         progress=lambda done, total: progress("loading blocks", done, total),
@@ -127,7 +127,7 @@ def measure_perplexity(
             "stride": stride,
             "bos": "none" if bos is None else "every window",
             "bos_token_id": bos,
-            "text": [d.name for d in documents],
+            "text": names,
         }
     count = np.array([len(w.tokens) - w.first for w in windows])
     return Perplexity(np.array(sums), count, sum(w.bytes for w in windows), settings)
@@ -136,18 +136,21 @@ def measure_perplexity(
 def _windows(
     documents: Sequence[Document], tokenizer: Tokenizer, vocab_size: int, window: int, stride: int, bos: int | None,
     max_tokens: int | None,
-) -> list[Window]:
-    """Windows of all documents; UsageError where they hold nothing that can be predicted."""
-    windows, left = [], max_tokens
+) -> tuple[list[Window], list[str]]:
+    """Windows of all documents, and which those are; UsageError where they hold nothing that can be predicted."""
+    windows, names, left = [], [], max_tokens
     for document in documents:
         tokens = tokenize(document, tokenizer, vocab_size)
         if left is not None:
             tokens = type(tokens)(tokens.ids[:left], tokens.ends[:left])
             left -= len(tokens.ids)
-        windows += cut(tokens, window, stride, bos)
+        own = list(cut(tokens, window, stride, bos))
+        if own:
+            windows += own
+            names.append(document.name)
     if not windows or not sum(w.bytes for w in windows):
         raise UsageError("the text is too short: it takes at least two tokens, one to be predicted from the other")
-    return windows
+    return windows, names
 
 
 def _bos(tokenizer: Tokenizer) -> int | None:

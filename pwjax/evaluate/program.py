@@ -40,6 +40,11 @@ class ScoreShapes:
     batch: int
     window: int
 
+    @property
+    def name(self) -> str:
+        """What a user is told is being compiled."""
+        return f"score {self.batch} x {self.window}"
+
 
 def token_nll(
     shapes: ScoreShapes, params: dict, arena: jax.Array, table: PageTable, tokens: jax.Array, lengths: jax.Array
@@ -92,7 +97,7 @@ def plan_scoring(
 
     def measure() -> tuple[int, int]:
         if report:
-            report(f"score {shapes.batch} x {shapes.window}")
+            report(shapes.name)
         known = tree_bytes(params) + pages * geometry.page_bytes + page_table_bytes(config, geometry)
         step = program_memory(compile_score(shapes, pages)).extra_bytes - known
         commits = commit_programs(STAND_IN_PAGES, geometry.page_words, COMMIT_WIDTHS).values()

@@ -77,6 +77,8 @@ class Scorer:
             return plan_scoring(shapes, table, budget, fixed, policy, report)
 
         chosen = shrink_batch(ScoreShapes(config, artifact.geometry, batch, window), measure)
+        if report:
+            report(chosen[0].name)
         return cls(artifact, *chosen, meter, progress)
 
     def score(

@@ -1,0 +1,132 @@
+"""``pwjax plan``: what a budget gives, byte by byte, without loading weights."""
+
+import json
+from typing import Any
+
+import click
+
+from pwjax.cli.options import EngineOptions, engine_options, json_option, quiet_option
+from pwjax.units import format_bytes
+
+PARTS = {
+    "dense_bytes": "parameters that are never paged",
+    "table_bytes": "page and KV tables",
+    "step_bytes": "compiled step: temporaries and results",
+    "commit_bytes": "commits: arguments",
+    "staging_bytes": "pages on their way in",
+    "arena_bytes": "arena: expert weights and KV cache",
+}
+
+
+@click.command()
+@engine_options
+@click.option("--explain", is_flag=True, help="Say how the bits to start with were chosen.")
+@json_option
+@quiet_option
+def command(options: EngineOptions, explain: bool, as_json: bool, quiet: bool) -> None:
+    """Show what fits a memory budget: at which bits, with how much room for the KV cache.
+
+    Takes the options of generate, which accepts every budget that is called fitting here. The exit code is 0 also
+    where the budget is too small; see "fits" in the JSON. Programs are compiled once to measure them.
+    """
+    # Imported late: a typing error should not cost the seconds that JAX takes.
+    from pwjax import environment
+    from pwjax.loading import open_model
+
+    environment.enable_compile_cache()
+    report = None if quiet else lambda what: click.echo(f"compiling {what}", err=True)
+    view, smallest = look(open_model(options.model), options, report)
+    summary = summarize(view, smallest, options)
+    if explain:
+        summary["explain"] = view.plan.explain()
+    click.echo(json.dumps(summary) if as_json else render(summary))
+
+
+def look(artifact, options: EngineOptions, report=None):
+    """``(Outlook, smallest budget in bytes)``: the programs that ``generate`` would take, or all asked for.
+
+    The smallest budget is that of the smallest programs, whatever was asked for: what BudgetError would say.
+    """
+    from pwjax.errors import BudgetError
+    from pwjax.loading import outlook
+
+    asked: dict[str, Any] = {
+        "batch": options.batch, "context": options.context, "kv_dtype": options.kv_dtype, "policy": options.policy,
+        "bits": options.bits, "report": report,
+    }  # fmt: skip
+    budget = options.memory_budget_bytes
+    try:
+        view = outlook(artifact, memory_budget_bytes=budget, **asked)
+    except BudgetError as error:
+        return outlook(artifact, memory_budget_bytes=budget, shrink=False, **asked), error.smallest_budget_bytes
+    try:
+        outlook(artifact, memory_budget_bytes=1, **asked)
+    except BudgetError as error:
+        return view, error.smallest_budget_bytes
+    raise AssertionError("a budget of one byte was accepted")
+
+
+def summarize(view, smallest: int, options: EngineOptions) -> dict[str, Any]:
+    """JSON-ready facts of an Outlook."""
+    shapes, memory, plan = view.shapes, view.memory, view.plan
+    fits = memory.budget_bytes >= smallest
+    turn_pages = 2 * shapes.config.num_layers
+    page_tokens = shapes.geometry.page_words // shapes.row_words
+    kv_pages = max(0, memory.capacity_pages - plan.pages_after) if fits else 0
+    # A policy that moves gives KV all that is not needed at the lowest bits.
+    most_pages = max(kv_pages, memory.capacity_pages - memory.weights_min_pages) if fits and view.moves else kv_pages
+    return {
+        "fits": fits,
+        "budget_bytes": memory.budget_bytes,
+        "smallest_budget_bytes": smallest,
+        "total_bytes": memory.total_bytes,
+        "rows": memory.rows,
+        "page_bytes": memory.page_bytes,
+        "pages_total": memory.num_pages,
+        "pages_weights": plan.pages_after,
+        "pages_weights_min": memory.weights_min_pages,
+        "pages_weights_max": memory.weights_max_pages,
+        "histogram": {str(bits): n for bits, n in plan.table.histogram(plan.bits).items()},
+        "mean_bits": plan.table.mean_bits(plan.bits),
+        "kv_pages": kv_pages,
+        "kv_tokens": kv_pages // turn_pages * page_tokens,
+        "kv_pages_max": most_pages,
+        "kv_tokens_max": most_pages // turn_pages * page_tokens,
+        "sequence_pages": memory.sequence_pages,
+        "slots": shapes.slots,
+        "slots_asked": options.batch,
+        "context": shapes.context,
+        "chunks": list(shapes.chunks),
+        "decode_tokens": shapes.decode_tokens,
+        "kv_dtype": shapes.kv_dtype,
+        "policy": "fixed" if options.bits is not None else options.policy,
+    }
+
+
+def render(summary: dict[str, Any]) -> str:
+    """The summary as text."""
+    lines = [f"{text:<42} {format_bytes(summary['rows'][name]):>12}" for name, text in PARTS.items()]
+    # In bytes as well: rounded units read back could fall just short.
+    least = summary["smallest_budget_bytes"]
+    least = f"the smallest budget that works is {least} bytes ({format_bytes(least)})"
+    lines += [f"{name:<42} {format_bytes(summary[f'{name}_bytes']):>12}" for name in ("total", "budget")] + [""]
+    if not summary["fits"]:
+        lines.append(f"does not fit; {least}")
+    else:
+        counts = ", ".join(f"{n} at {bits}" for bits, n in summary["histogram"].items() if n)
+        kv = f"{summary['kv_pages']} pages, {summary['kv_tokens']:,} tokens"
+        if summary["kv_pages_max"] > summary["kv_pages"]:
+            kv += f"; up to {summary['kv_tokens_max']:,} tokens as experts give up bits"
+        slots = f"{summary['slots']} sequences of at most {summary['context']:,} tokens at a time"
+        if summary["slots"] < summary["slots_asked"]:
+            slots += f", not {summary['slots_asked']}"
+        lines += [
+            f"fits; {least}",
+            f"experts   {summary['mean_bits']:.2f} bits a weight at the start (blocks: {counts})",
+            f"policy    {summary['policy']}",
+            f"KV cache  {kv}",
+            f"slots     {slots}",
+        ]
+    if "explain" in summary:
+        lines += ["", summary["explain"]]
+    return "\n".join(lines)
