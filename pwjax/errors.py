@@ -14,7 +14,7 @@ class UsageError(PWJaxError):
 
 
 class BudgetError(PWJaxError):
-    """The memory budget is too small; the message and ``smallest_budget_bytes`` name the smallest that works (0: not known)."""
+    """The memory budget is too small; the message and ``smallest_budget_bytes`` (0: unknown) name one that works."""
 
     def __init__(self, message: str, smallest_budget_bytes: int = 0):
         super().__init__(message)
