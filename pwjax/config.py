@@ -60,7 +60,8 @@ class ModelConfig:
             raise CheckpointError(f"the model config has sizes that cannot be: {', '.join(bad)}; they must be positive")
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(
-                f"num_attention_heads must be a multiple of num_key_value_heads, got {self.num_heads} and {self.num_kv_heads}"
+                "num_attention_heads must be a multiple of num_key_value_heads, "
+                f"got {self.num_heads} and {self.num_kv_heads}"
             )
         if self.top_k > self.num_experts:
             raise CheckpointError(f"num_experts_per_tok is {self.top_k}, but there are only {self.num_experts} experts")
@@ -90,12 +91,15 @@ class ModelConfig:
         """
         model_type = data.get("model_type")
         if model_type not in MODEL_TYPES:
-            raise CheckpointError(f"unknown model type {model_type!r} in config.json; this version reads {', '.join(MODEL_TYPES)}")
+            known = ", ".join(MODEL_TYPES)
+            raise CheckpointError(f"unknown model type {model_type!r} in config.json; this version reads {known}")
         for key, allowed in _ONLY.items():
             if key in data and data[key] not in allowed:
-                raise CheckpointError(f"config.json: {key} = {data[key]!r} is not supported; allowed: {', '.join(map(repr, allowed))}")
+                choices = ", ".join(map(repr, allowed))
+                raise CheckpointError(f"config.json: {key} = {data[key]!r} is not supported; allowed: {choices}")
         if data.get("decoder_sparse_step", 1) != 1:
-            raise CheckpointError(f"config.json: decoder_sparse_step = {data['decoder_sparse_step']!r} is not supported; allowed: 1")
+            step = data["decoder_sparse_step"]
+            raise CheckpointError(f"config.json: decoder_sparse_step = {step!r} is not supported; allowed: 1")
         rope = data.get("rope_parameters") or {}
         if rope.get("rope_type", "default") != "default":
             raise CheckpointError(f"config.json: rope_type {rope['rope_type']!r} is not supported; allowed: 'default'")

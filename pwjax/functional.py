@@ -30,6 +30,7 @@ def plan(snapshot: Snapshot, target_bytes: int) -> Plan:
         raise UsageError(f"target_bytes must be a whole number of bytes, got {target_bytes!r}")
     table, seen, page_bytes = snapshot
     if target_bytes < 0:
-        return promote(table, seen.bits, min(seen.free_pages, -target_bytes // page_bytes), None, seen.moving, "Asked for.")
+        spare_pages = min(seen.free_pages, -target_bytes // page_bytes)
+        return promote(table, seen.bits, spare_pages, None, seen.moving, "Asked for.")
     pages = -(-target_bytes // page_bytes)
     return demote(table, seen.bits, pages, FloorRule().stages(table, seen.routing_mass), seen.moving, "Asked for.")

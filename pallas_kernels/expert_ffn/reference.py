@@ -107,7 +107,7 @@ def paged_expert_ffn(
     :func:`dense_expert_ffn`. Returns ``(y, stats)``: float32[T, H] and float32[T, k, 2], the squared
     norms of what ``gate_up`` and ``down`` read for each choice (0 for masked tokens).
     """
-    tokens, k = experts_of.shape
+    k = experts_of.shape[1]
     groups = group(experts_of, valid, bits.shape[0], tile_rows(experts_of.size, bits.shape[0]))
     rows = _gather_rows(x, groups, k)
 

@@ -12,6 +12,8 @@ from jax import lax
 
 # Past tokens taken per iteration of the online softmax.
 GROUP_TOKENS = 128
+# Queries taken at a time where there is no past.
+BLOCK_QUERIES = 256
 
 
 class Past(NamedTuple):
@@ -71,10 +73,8 @@ def paged_attention(
     ``fresh_k``, ``fresh_v`` [B, F, kv_heads, D] in the cache dtype; ``past`` None means no past at all.
     Returns float32[B, T, heads * D].
     """
-    if past is None and q.shape[0] > 1:
-        # One sequence at a time: its scores stay in cache, and backward recomputes instead of storing them.
-        one = jax.checkpoint(lambda row: paged_attention(*(a[None] for a in row), fresh_start, None, layer)[0])
-        return lax.map(one, (q, fresh_k, fresh_v))
+    if past is None and (q.shape[0] > 1 or q.shape[1] > BLOCK_QUERIES):
+        return _by_blocks(q, fresh_k, fresh_v, fresh_start)
     batch, length, heads, dim = q.shape
     kv_heads = fresh_k.shape[2]
     q = q.reshape(batch, length, kv_heads, heads // kv_heads, dim).transpose(0, 2, 3, 1, 4)
@@ -86,6 +86,28 @@ def paged_attention(
     state = _absorb(state, q, fresh_k.astype(jnp.float32), fresh_v.astype(jnp.float32), seen)
     out = state.acc / state.total[..., None]
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads * dim)
+
+
+def _by_blocks(q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array) -> jax.Array:
+    """:func:`paged_attention` without a past, one sequence and one block of queries at a time.
+
+    Scores then stay in cache and never take queries x keys of memory; backward recomputes them.
+    """
+    length = q.shape[1]
+    blocks = -(-length // BLOCK_QUERIES)
+    rows = -(-length // blocks)
+
+    def sequence(row):
+        queries, keys, values = row
+        padded = jnp.pad(queries, ((0, blocks * rows - length), (0, 0), (0, 0)))
+
+        def block(item):
+            return paged_attention(item[0][None], keys[None], values[None], item[1], None, jnp.int32(0))[0]
+
+        items = padded.reshape(blocks, rows, *queries.shape[1:]), start + rows * jnp.arange(blocks)
+        return lax.map(jax.checkpoint(block), items).reshape(blocks * rows, -1)[:length]
+
+    return lax.map(sequence, (q, k, v))
 
 
 def _absorb_past(state: Softmax, q: jax.Array, past: Past, layer: jax.Array, kv_heads: int, dtype) -> Softmax:

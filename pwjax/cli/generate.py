@@ -27,7 +27,7 @@ from pwjax.units import format_bytes
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-k", type=int, default=0, help="Keep the k most likely tokens; 0 turns it off.")
 @click.option("--top-p", type=float, default=1.0, help="Keep the smallest set of this probability; 1 turns it off.")
-@click.option("--min-p", type=float, default=0.0, help="Drop tokens below this share of the most likely; 0 turns it off.")
+@click.option("--min-p", type=float, default=0.0, help="Drop tokens below this share of the likeliest; 0: off.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-sequence token.")
 @click.option("--skip-bad-lines", is_flag=True, help="Leave out lines of --prompts that are no requests.")
@@ -91,7 +91,7 @@ def command(
             stats = engine.stats()
             if stats_file:
                 _write_stats(stats_file, stats)
-            if not quiet:
+            if not quiet and emit.tokens:
                 click.echo(_summary(stats, emit.tokens, time.perf_counter() - began), err=True)
     if interrupted:
         kept = f"; {emit.count} results are kept" if prompts else ""

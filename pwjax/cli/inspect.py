@@ -10,8 +10,8 @@ import numpy as np
 from pwjax.checkpoints.artifact import Artifact
 from pwjax.checkpoints.manifest import DENSE
 from pwjax.cli.options import json_option
-from pwjax.units import format_bytes
 from pwjax.errors import ArtifactError
+from pwjax.units import format_bytes
 
 
 @click.command()

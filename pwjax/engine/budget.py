@@ -179,9 +179,11 @@ def plan_memory(
     page_bytes = shapes.geometry.page_bytes
     layout_tokens = shapes.geometry.page_words // shapes.row_words
     sequence_pages = ceil_div(shapes.context, layout_tokens) * 2 * shapes.config.num_layers
-    low, high = (
-        int(table.total_pages(b if fixed_bits is None else fixed_bits)) for b in (table.widths[0], table.widths[-1])
-    )
+    if fixed_bits is None:
+        # Of small blocks the page count need not rise with the bits, so each block has its own extremes.
+        low, high = int(table.pages.min(1).sum()), int(table.pages.max(1).sum())
+    else:
+        low = high = int(table.total_pages(fixed_bits))
     moves = fixed_bits is None
     # A fixed plan stages only while it loads, before any sequence runs; one commit at a time is enough then.
     staging = COMMIT_WIDTHS[-1] * page_bytes * (STAGING_COMMITS if moves else 1)

@@ -11,7 +11,8 @@ The only device state is the dense parameters, the arena and the tables; everyth
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence as Seq
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from pwjax.engine.steps import STOP_IDS, Sampled, Slots, StepShapes
 from pwjax.engine.text import Tokenizer
 from pwjax.environment import versions
 from pwjax.errors import PromptError, PWJaxError
-from pwjax.memory import Arena, KVPages, PageAllocator, PageTable, PageTableState, Pager, program_memory
+from pwjax.memory import Arena, KVPages, PageAllocator, Pager, PageTable, PageTableState, program_memory
 from pwjax.memory.host_store import HostStore
 from pwjax.memory.transfer import Transfer
 
@@ -330,8 +331,9 @@ class Engine:
             token = int(sampled.token[j, slot])
             wanted = sequence.request.sampling.logprobs
             if wanted is not None:
-                top = zip(sampled.top_ids[j, slot, :wanted].tolist(), sampled.top_logprobs[j, slot, :wanted].tolist())
-                entry = {"token_id": token, "logprob": float(sampled.logprob[j, slot]), "top": [list(t) for t in top]}
+                ids, scores = sampled.top_ids[j, slot, :wanted], sampled.top_logprobs[j, slot, :wanted]
+                top = [list(pair) for pair in zip(ids.tolist(), scores.tolist(), strict=True)]
+                entry = {"token_id": token, "logprob": float(sampled.logprob[j, slot]), "top": top}
                 sequence.logprobs.append(entry)
             text += sequence.push(token, self.config.eos_token_ids)
         events: list[Piece | Completion] = [Piece(sequence.request.id, text)] if text else []

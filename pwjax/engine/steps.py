@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.pages import Geometry
 from pallas_kernels.paged_attention import Past, pack_rows
+from pallas_kernels.pages import Geometry
 from pwjax.config import ModelConfig
 from pwjax.engine.sampling import MAX_LOGPROBS, SamplingArrays, sample, top_logprobs
 from pwjax.memory.page_table import PageTable
@@ -133,7 +133,8 @@ def decode(shapes: StepShapes, params: Any, arena, table: PageTable, kv_table, l
     def one(carry, j):
         token, fresh, live, stats = carry
         position = slots.past + j
-        out = Decoder(config).apply({"params": params}, token[:, None], position[:, None], live[:, None], fresh, past, paged)
+        inputs = token[:, None], position[:, None], live[:, None]
+        out = Decoder(config).apply({"params": params}, *inputs, fresh, past, paged)
         choice = _choose(params, out.hidden[:, 0], slots, position + 1)
         stopped = jnp.any(choice[0][:, None] == slots.stop_ids, axis=-1)
         carry = (choice[0], out.fresh, live & ~stopped & (j + 1 < slots.limit), jax.tree.map(jnp.add, stats, out.stats))

@@ -19,7 +19,6 @@ from pwjax.config import ModelConfig
 from pwjax.models.layers import as_float, linear, rms_norm, rotate
 from pwjax.models.moe import Paged, RoutingStats, moe
 
-
 # Parts in which a head that must be converted is multiplied.
 HEAD_PARTS = 8
 
@@ -98,9 +97,10 @@ class Decoder(nn.Module):
         """Run ``tokens`` int32[B, T] at ``positions`` int32[B, T]; ``valid`` bool[B, T] masks padding."""
         config = self.config
         normal = nn.initializers.normal(0.02)
-        embedding = self.param("embed", _group(embedding=(normal, (config.vocab_size, config.hidden_size))))["embedding"]
+        table = (normal, (config.vocab_size, config.hidden_size))
+        embedding = self.param("embed", _group(embedding=table))["embedding"]
         if not config.tie_embeddings:
-            self.param("lm_head", _group(kernel=(normal, (config.vocab_size, config.hidden_size))))
+            self.param("lm_head", _group(kernel=table))
         layers = nn.scan(
             DecoderLayer,
             variable_axes={"params": 0},
@@ -111,8 +111,8 @@ class Decoder(nn.Module):
         x = as_float(jnp.asarray(embedding)[tokens])
         bits, pages = (None, None) if paged is None else (paged.bits, paged.pages)
         shell = None if paged is None else dataclasses.replace(paged, bits=None, pages=None)
-        carry = (x, jnp.int32(0))
-        (x, _), (k, v, stats) = layers(carry, (fresh.k, fresh.v, bits, pages), positions, valid, fresh.filled, past, shell)
+        carry, scanned = (x, jnp.int32(0)), (fresh.k, fresh.v, bits, pages)
+        (x, _), (k, v, stats) = layers(carry, scanned, positions, valid, fresh.filled, past, shell)
         scale = self.param("norm", _group(scale=(nn.initializers.ones, (config.hidden_size,))))["scale"]
         return Output(rms_norm(x, scale, config.rms_eps), Fresh(k, v, fresh.filled + tokens.shape[1]), stats)
 

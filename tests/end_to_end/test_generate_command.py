@@ -52,7 +52,8 @@ def test_one_prompt_streams_text_and_ends_with_a_summary(run, tmp_path):
 
 def test_a_job_reads_every_form_of_line(run, tmp_path):
     lines = ["def f", {"id": "a", "prompt": "12 +", "max_tokens": 3, "temperature": 1.0, "seed": 7, "logprobs": 2}]
-    lines += [{"id": 9, "prompt_token_ids": [40, 41], "stop_token_ids": [1]}, {"id": "long", "prompt_token_ids": [5] * 200}]
+    lines += [{"id": 9, "prompt_token_ids": [40, 41], "stop_token_ids": [1]}]
+    lines += [{"id": "long", "prompt_token_ids": [5] * 200}]
     code, out, err = run("--prompts", jsonl(tmp_path / "in.jsonl", lines), "--json", "--max-tokens", 5)
     found = {r["id"]: r for r in map(json.loads, out.splitlines())}
     assert set(found) == {0, "a", 9, "long"}
@@ -89,7 +90,8 @@ def test_killed_and_restarted_equals_uninterrupted(run, tiny_artifact, tmp_path)
 
 
 def test_interrupt_keeps_what_is_finished(tiny_artifact, tmp_path):
-    source = jsonl(tmp_path / "in.jsonl", [{"id": i, "prompt": "na", "max_tokens": 2 + 100 * (i > 1)} for i in range(30)])
+    lines = [{"id": i, "prompt": "na", "max_tokens": 2 + 100 * (i > 1)} for i in range(30)]
+    source = jsonl(tmp_path / "in.jsonl", lines)
     out = tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "pwjax", "generate", "--model", str(tiny_artifact), *SHAPE, "--ignore-eos"]
     process = subprocess.Popen(

@@ -111,7 +111,6 @@ class TestExpertFFN:
     def test_other_bits_do_not_compile_again(self, layer, implementation):
         tokens = make_tokens(3, 3)
         run = jax.jit(lambda *a: expert_ffn(*a, GEOMETRY, implementation))
-        *memory, _ = layer
         arena = jnp.zeros((400, GEOMETRY.page_words), jnp.uint32)
         for seed in range(3):
             _, bits, pages, _ = make_layer(seed)

@@ -61,12 +61,13 @@ def test_past_and_fresh_tokens_join_as_one_softmax(lengths, page_words, dtype):
     np.testing.assert_allclose(got, oracle(q, *exact, start, lengths, past_k, past_v), atol=3e-6)
 
 
-def test_no_past_is_plain_causal_attention():
+@pytest.mark.parametrize(("batch", "length"), [(1, 5), (2, 5), (1, 300), (2, 513)])
+def test_no_past_is_plain_causal_attention(batch, length):
     rng = np.random.default_rng(1)
-    q = rng.normal(size=(2, 5, HEADS, DIM)).astype(np.float32)
-    k, v = (rng.normal(size=(2, 5, KV_HEADS, DIM)).astype(np.float32) for _ in range(2))
-    none = np.zeros((2, 0, KV_HEADS, DIM))
-    want = oracle(q, k, v, 0, [0, 0], none, none)
+    q = rng.normal(size=(batch, length, HEADS, DIM)).astype(np.float32)
+    k, v = (rng.normal(size=(batch, length, KV_HEADS, DIM)).astype(np.float32) for _ in range(2))
+    none = np.zeros((batch, 0, KV_HEADS, DIM))
+    want = oracle(q, k, v, 0, [0] * batch, none, none)
     np.testing.assert_allclose(paged_attention(q, jnp.asarray(k), jnp.asarray(v), 0, None, 0), want, atol=3e-6)
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import pwjax.cli as cli
 from pwjax import environment
 from pwjax.cli.options import EngineOptions, engine_options
-from pwjax.units import format_bytes, parse_bytes
 from pwjax.errors import BudgetError, InterruptedRun, UsageError
+from pwjax.units import format_bytes, parse_bytes
 
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]), "JAX_PLATFORMS": "cpu"}
