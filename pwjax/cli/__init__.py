@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import click
 
+from pwjax.cli.interrupts import Interrupts
 from pwjax.errors import PWJaxError
 
 # name -> (module that holds `command`, line of the help). The help is here so that `pwjax --help` imports nothing.
@@ -73,7 +74,8 @@ def cli() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (default: this process's) and return its exit code; never raises."""
     try:
-        code = cli.main(args=None if argv is None else list(argv), prog_name="pwjax", standalone_mode=False)
+        with Interrupts():
+            code = cli.main(args=None if argv is None else list(argv), prog_name="pwjax", standalone_mode=False)
         # A pipe that was closed early shows here, while it can still be handled.
         sys.stdout.flush()
         # click hands ctx.exit(n) back as n, and a command's own return value otherwise.

@@ -1,9 +1,7 @@
 """``pwjax generate``: text from one prompt, or a JSONL job that can be killed and resumed."""
 
 import json
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -12,6 +10,7 @@ from typing import Any
 
 import click
 
+from pwjax.cli.interrupts import Interrupts
 from pwjax.cli.options import EngineOptions, engine_options, json_option, quiet_option
 from pwjax.errors import InterruptedRun, PromptError, UsageError
 from pwjax.units import format_bytes
@@ -69,33 +68,35 @@ def command(
         requests = [Request(0, text, None, defaults.with_fields(seed=request_seed(run_seed, 0)))]
     for name in (stats_file, log):
         _writable(name)
+    total = len(requests)
 
-    with _interruptible(), _writer(output, options, defaults) as writer:
+    with Interrupts() as interrupts, _writer(output, options, defaults) as writer:
         if writer:
-            left = [r for r in requests if r.key not in writer.finished]
-            if len(left) < len(requests) and not quiet:
-                click.echo(f"resuming: {len(requests) - len(left)} of {len(requests)} results are there", err=True)
-            requests = left
+            requests = [r for r in requests if r.key not in writer.finished]
+            if len(requests) < total and not quiet:
+                click.echo(f"resuming: {total - len(requests)} of {total} results are there", err=True)
             if not requests:
                 return
         with _load(options, run_seed, log, quiet) as engine:
             emit = _Emitter(as_json, writer, single=prompts is None)
-            began, interrupted = time.perf_counter(), False
-            try:
-                with _bar(len(requests), show=prompts is not None and not quiet) as bar:
-                    for event in engine.stream(requests):
+            began = time.perf_counter()
+            with _bar(len(requests), show=prompts is not None and not quiet) as bar, interrupts.deferred():
+                for request in requests:
+                    engine.submit(request)
+                # Not engine.stream: what a step has finished is kept, then the run may end.
+                while not (engine.idle or interrupts.requested):
+                    for event in engine.step():
                         emit(event, bar)
-            except KeyboardInterrupt:
-                interrupted = True
             emit.finish()
+            interrupted = not engine.idle
             stats = engine.stats()
             if stats_file:
                 _write_stats(stats_file, stats)
             if not quiet and emit.tokens:
                 click.echo(_summary(stats, emit.tokens, time.perf_counter() - began), err=True)
     if interrupted:
-        kept = f"; {emit.count} results are kept" if prompts else ""
-        raise InterruptedRun(f"interrupted{kept}" + (", the same command goes on" if writer else ""))
+        done = f" after {total - len(requests) + emit.count} of {total} requests" if prompts else ""
+        raise InterruptedRun(f"interrupted{done}" + ("; the same command goes on" if writer else ""))
     if emit.refused:
         raise PromptError("; ".join(f"request {c.id!r} was refused: {c.error}" for c in emit.refused[:3]))
 
@@ -188,23 +189,6 @@ def _bar(total: int, show: bool) -> Iterator[Any]:
 
     with tqdm(total=total, unit="request", file=sys.stderr, disable=None if show else True) as bar:
         yield bar
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does: what is finished is kept."""
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _writable(path: str | None) -> None:

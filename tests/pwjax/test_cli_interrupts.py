@@ -1,0 +1,74 @@
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from pwjax.cli.interrupts import Interrupts
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+
+
+def hit(number):
+    os.kill(os.getpid(), number)
+    time.sleep(0.01)  # the handler runs between two instructions
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_raises_at_once_unless_deferred_and_restores_the_handler(number):
+    before = signal.getsignal(number)
+    with Interrupts() as interrupts:
+        with interrupts.deferred():
+            hit(number)
+            assert interrupts.requested
+            with pytest.raises(KeyboardInterrupt):
+                hit(number)
+        with pytest.raises(KeyboardInterrupt):
+            hit(number)
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_before_the_deferred_block_is_remembered():
+    with Interrupts() as interrupts:
+        with pytest.raises(KeyboardInterrupt):
+            hit(signal.SIGINT)
+        with interrupts.deferred():
+            assert interrupts.requested
+
+
+def test_nested_and_ignored():
+    with Interrupts() as outer, Interrupts() as inner:
+        with inner.deferred():
+            hit(signal.SIGTERM)
+        assert inner.requested and not outer.requested
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with Interrupts() as interrupts:
+            hit(signal.SIGTERM)
+            assert not interrupts.requested
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_callback_that_forgets_exceptions_does_not_swallow_the_signal():
+    def _xla_gc_callback():
+        hit(signal.SIGINT)  # raising here would be "Exception ignored in"
+
+    with Interrupts() as interrupts, pytest.raises(KeyboardInterrupt):
+        _xla_gc_callback()
+        assert not interrupts.requested
+        time.sleep(5)
+
+
+def test_another_thread_changes_nothing():
+    def body():
+        with Interrupts():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    seen = []
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert seen == [signal.getsignal(signal.SIGINT)]
