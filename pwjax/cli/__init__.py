@@ -4,6 +4,7 @@ Text and JSON go to standard output, everything else to standard error. Exit cod
 130 interrupted. An error is one sentence; ``PWJAX_DEBUG=1`` adds the traceback.
 """
 
+import errno
 import importlib
 import os
 import sys
@@ -96,8 +97,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 1
     except OSError as error:
-        named = f"{error.filename}: " if error.filename is not None else ""
-        return _fail(f"{named}{error.strerror or error}", 1)
+        named = error.filename
+        if named is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            # Writers of files name them in errors of their own.
+            named = "standard output"
+        return _fail(f"{named}: {error.strerror}" if named and error.strerror else str(error.strerror or error), 1)
     except MemoryError:
         return _fail("out of host memory; lower --memory-budget, --batch or --context", 1)
     except ValueError as error:

@@ -208,3 +208,26 @@ def test_cache_dir_follows_the_environment(monkeypatch, tmp_path):
     assert environment.cache_dir() == tmp_path / "pwjax"
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
     assert environment.compile_cache_dir() == Path("/elsewhere")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_output_that_takes_no_more_is_named():
+    code = "import sys, pwjax.cli as c; sys.exit(c.main(['version']))"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, env=ENV)
+    assert (done.returncode, done.stderr) == (1, "error: standard output: No space left on device\n")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_log_that_takes_no_more_is_named_once():
+    from pwjax.engine.log import EpochLog
+    from pwjax.errors import PWJaxError
+
+    with pytest.raises(PWJaxError, match="cannot write the log /dev/full: No space left on device"):
+        EpochLog("/dev/full", {"versions": {}})
+    log = EpochLog(None, {})
+    log._file, log._path = open("/dev/full", "w", buffering=1), "x"
+    with pytest.raises(PWJaxError, match="cannot write the log x"):
+        log.write({"kind": "plan"})
+    log.write({"kind": "commit"})
+    log.close()
