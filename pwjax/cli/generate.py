@@ -12,7 +12,7 @@ import click
 
 from pwjax.cli.interrupts import Interrupts
 from pwjax.cli.options import EngineOptions, engine_options, json_option, quiet_option
-from pwjax.errors import InterruptedRun, PromptError, UsageError
+from pwjax.errors import InterruptedRun, PromptError, PWJaxError, UsageError
 from pwjax.units import format_bytes
 
 
@@ -68,15 +68,19 @@ def command(
         requests = [Request(0, text, None, defaults.with_fields(seed=request_seed(run_seed, 0)))]
     for name in (stats_file, log):
         _writable(name)
-    total = len(requests)
+    total, refused = len(requests), {}
 
     with Interrupts() as interrupts, _writer(output, options, defaults) as writer:
         if writer:
-            requests = [r for r in requests if r.key not in writer.finished]
+            known = [r.key for r in requests]
+            # Refused again, as it were: the exit code of a job does not depend on how often it was resumed.
+            refused = {key: writer.refused[key] for key in known if key in writer.refused}
+            requests = writer.left(requests)
             if len(requests) < total and not quiet:
-                click.echo(f"resuming: {total - len(requests)} of {total} results are there", err=True)
+                nothing = "" if requests else ", nothing is left to do"
+                click.echo(f"resuming: {total - len(requests)} of {total} results are there{nothing}", err=True)
             if not requests:
-                return
+                return _raise_refused(refused)
         with _load(options, run_seed, log, quiet) as engine:
             emit = _Emitter(as_json, writer, single=prompts is None)
             began = time.perf_counter()
@@ -90,15 +94,14 @@ def command(
             emit.finish()
             interrupted = not engine.idle
             stats = engine.stats()
-            if stats_file:
-                _write_stats(stats_file, stats)
             if not quiet and emit.tokens:
                 click.echo(_summary(stats, emit.tokens, time.perf_counter() - began), err=True)
+            if stats_file:
+                _write_stats(stats_file, stats)
     if interrupted:
         done = f" after {total - len(requests) + emit.count} of {total} requests" if prompts else ""
         raise InterruptedRun(f"interrupted{done}" + ("; the same command goes on" if writer else ""))
-    if emit.refused:
-        raise PromptError("; ".join(f"request {c.id!r} was refused: {c.error}" for c in emit.refused[:3]))
+    _raise_refused(refused | emit.refused)
 
 
 class _Emitter:
@@ -107,7 +110,7 @@ class _Emitter:
     def __init__(self, as_json: bool, writer, single: bool):
         self.as_json, self.writer, self.single = as_json, writer, single
         self.count = self.tokens = 0
-        self.refused: list[Any] = []
+        self.refused: dict[str, str] = {}
         self._open_line = False
 
     def __call__(self, event, bar) -> None:
@@ -122,7 +125,7 @@ class _Emitter:
         self.count += 1
         self.tokens += event.generated_tokens
         if event.finish_reason == "refused":
-            self.refused.append(event)
+            self.refused[str(event.id)] = str(event.error)
         if self.writer:
             self.writer.write(event.to_json())
         if self.as_json and (not self.writer):
@@ -191,6 +194,14 @@ def _bar(total: int, show: bool) -> Iterator[Any]:
         yield bar
 
 
+def _raise_refused(refused: dict[str, str]) -> None:
+    """PromptError that names the first requests that could not run, where there are any."""
+    if refused:
+        named = [f"request {key!r} was refused: {reason}" for key, reason in list(refused.items())[:3]]
+        more = [f"and {len(refused) - 3} more"] if len(refused) > 3 else []
+        raise PromptError("; ".join(named + more))
+
+
 def _writable(path: str | None) -> None:
     """UsageError before hours of work where a report could not be written."""
     if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
@@ -201,7 +212,7 @@ def _write_stats(path: str, stats: dict) -> None:
     try:
         Path(path).write_text(json.dumps(stats, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"cannot write the statistics to {path}: {error.strerror}") from error
+        raise PWJaxError(f"cannot write the statistics to {path}: {error.strerror}") from error
 
 
 def _summary(stats: dict, tokens: int, seconds: float) -> str:

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +21,7 @@ try:
 except ImportError:  # not a POSIX system: two writers are then the user's own affair
     fcntl = None
 
+from pwjax.engine.requests import Request
 from pwjax.errors import PWJaxError, UsageError
 
 META_SUFFIX = ".meta.json"
@@ -35,7 +36,7 @@ def settings_hash(settings: Mapping[str, Any]) -> str:
 class ResultWriter:
     """Appends results to ``path``; ``finished`` are the ids (as text) that were there before.
 
-    ``settings`` is what the results depend on (model, precision, sampling defaults, …), as JSON can hold it. Raises
+    ``refused`` maps those of them that were refused to the reason. ``settings`` is what the results depend on (model, precision, sampling defaults, …), as JSON can hold it. Raises
     UsageError where the file belongs to other settings, to no run of ours, or to a run that is still going. A context
     manager; not for several threads.
     """
@@ -46,6 +47,9 @@ class ResultWriter:
         # Through JSON, so that a tuple compares equal to the list it comes back as.
         self.settings = json.loads(json.dumps(settings))
         self.finished: set[str] = set()
+        # Of the results that were there: errors of those refused, and what tells whether the prompt is still the same.
+        self.refused: dict[str, str] = {}
+        self._prompts: dict[str, int] = {}
         if self.path.exists() and not self.path.is_file():
             raise UsageError(f"the output {self.path} is a directory or device; name a file, or leave --output out")
         had_results = self._check_owner()
@@ -63,6 +67,17 @@ class ResultWriter:
         except BaseException:
             os.close(self._file)
             raise
+
+    def left(self, requests: Sequence[Request]) -> list[Request]:
+        """The requests that have no result yet, in order; UsageError where the file holds one for another prompt."""
+        for request in requests:
+            tokens = len(request.prompt_token_ids or ())
+            if self._prompts.get(request.key, prompt := _prompt_mark(request.prompt, tokens)) != prompt:
+                raise UsageError(
+                    f"{self.path} has a result {request.key!r} for another prompt; restore the prompts file to resume, "
+                    "or choose another --output. Lines without an id are known by their number"
+                )
+        return [request for request in requests if request.key not in self.finished]
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one result (it must have an ``id``) and sync it to disk.
@@ -151,7 +166,7 @@ class ResultWriter:
         complete = lines[:-1]
         for index, line in enumerate(complete):
             try:
-                self.finished.add(str(json.loads(line)["id"]))
+                self._remember(json.loads(line))
             except (ValueError, KeyError, TypeError) as error:
                 if index + 1 < len(complete):
                     raise UsageError(
@@ -161,6 +176,18 @@ class ResultWriter:
             end += len(line) + 1
         os.ftruncate(self._file, end)
         return end
+
+    def _remember(self, record: Mapping[str, Any]) -> None:
+        key = str(record["id"])
+        self.finished.add(key)
+        if record.get("finish_reason") == "refused":
+            self.refused[key] = str(record.get("error"))
+        if "prompt" in record:
+            self._prompts[key] = _prompt_mark(record["prompt"], record.get("prompt_tokens", 0))
+
+
+def _prompt_mark(prompt: str | None, tokens: int) -> int:
+    return hash(tokens if prompt is None else prompt)
 
 
 def _differences(saved: Any, now: Any, prefix: str = "") -> list[str]:

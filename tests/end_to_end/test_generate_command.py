@@ -61,6 +61,17 @@ def test_a_job_reads_every_form_of_line(run, tmp_path):
     assert code == 2 and "200 tokens" in err.splitlines()[-1]
 
 
+def test_a_finished_job_ends_as_it_did_and_takes_no_other_prompts(run, tmp_path):
+    lines = ["def f", *({"prompt_token_ids": [5] * (200 + i)} for i in range(4))]
+    options = ["--prompts", jsonl(tmp_path / "in.jsonl", lines), "--output", tmp_path / "o.jsonl", "--max-tokens", 2]
+    first, again = run(*options), run(*options)
+    assert first[0] == again[0] == 2 and first[2].splitlines()[-1] == again[2].splitlines()[-1]
+    assert "200 tokens" in again[2] and "and 1 more" in again[2] and "nothing is left to do" in again[2]
+    jsonl(tmp_path / "in.jsonl", ["a line more", *lines])
+    code, _, err = run(*options)
+    assert code == 2 and "for another prompt" in err and len(results(tmp_path / "o.jsonl")) == 5
+
+
 def test_killed_and_restarted_equals_uninterrupted(run, tiny_artifact, tmp_path):
     prompts = [{"id": f"r{i}", "prompt": "lazy dog " * (1 + i % 3), "temperature": 0.8 * (i % 2)} for i in range(24)]
     source = jsonl(tmp_path / "in.jsonl", prompts)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pwjax.engine.output import ResultWriter, settings_hash
+from pwjax.engine.requests import Request
 from pwjax.errors import PWJaxError, UsageError
 
 SETTINGS = {"model": "abc", "bits": 4, "sampling": {"temperature": 0.0, "stop": ("x",)}}
@@ -35,6 +36,21 @@ def test_appends_and_resumes(tmp_path):
     assert [r["id"] for r in records(path)] == [0, "a", 2]
     assert json.loads((tmp_path / "out.jsonl.meta.json").read_text())["sha256"] == settings_hash(SETTINGS)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out.jsonl", "out.jsonl.meta.json"]
+
+
+def test_results_of_other_prompts_are_not_mixed_in(tmp_path):
+    old = [Request(0, "a"), Request("x", None, (1, 2)), Request(2, "never run")]
+    with ResultWriter(tmp_path / "o", SETTINGS) as writer:
+        assert writer.left(old) == old
+        writer.write({"id": 0, "prompt": "a", "prompt_tokens": 1, "finish_reason": "length"})
+        refusal = {"finish_reason": "refused", "error": "too long"}
+        writer.write({"id": "x", "prompt": None, "prompt_tokens": 2, **refusal})
+    with ResultWriter(tmp_path / "o", SETTINGS) as writer:
+        assert writer.refused == {"x": "too long"}
+        assert writer.left(old) == old[2:] and writer.left(old[2:]) == old[2:]
+        for changed in (Request(0, "b"), Request(0, None, (1,)), Request("x", None, (1, 2, 3)), Request("x", "a")):
+            with pytest.raises(UsageError, match=f"a result '{changed.key}' for another prompt"):
+                writer.left([old[2], changed])
 
 
 def test_non_finite_numbers_become_null(tmp_path):
