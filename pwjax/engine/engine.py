@@ -108,6 +108,7 @@ class Engine:
         self._mass = np.array(parts.table.routing_mass, np.float64)
         self._lowest_bits = self._start_bits = parts.table.mean_bits(parts.start_bits)
         self._refused: list[Completion] = []
+        self._last_failure: str | None = None
         self._locked = False
         # What a program adds to the live buffers while it runs; arguments are among the live ones.
         sizes = {key: program_memory(program) for key, program in parts.programs.items()}
@@ -125,7 +126,9 @@ class Engine:
         self.scheduler.waiting.append(self._sequence(request))
 
     def generate(
-        self, prompts: str | Seq[str | Request], sampling: SamplingParams | Seq[SamplingParams] | None = None
+        self,
+        prompts: str | Request | Iterable[str | Request],
+        sampling: SamplingParams | Seq[SamplingParams] | None = None,
     ) -> list[Completion]:
         """Completions of ``prompts`` (strings or requests), in their order.
 
@@ -136,12 +139,18 @@ class Engine:
         done = {c.id: c for c in self.stream(requests) if isinstance(c, Completion)}
         return [done[r.id] for r in requests]
 
-    def stream(self, requests: Iterable[Request]) -> Iterator[Piece | Completion]:
-        """Submit ``requests`` and yield their text as it becomes final, and each completion when it ends.
+    def stream(
+        self,
+        prompts: str | Request | Iterable[str | Request],
+        sampling: SamplingParams | Seq[SamplingParams] | None = None,
+    ) -> Iterator[Piece | Completion]:
+        """Submit what :meth:`generate` takes; yield text as it becomes final, and each completion when it ends.
 
-        Leaving the iterator early cancels what still runs.
+        A prompt that can never run gives a completion that says so. Leaving the iterator early cancels what still
+        runs.
         """
-        for request in requests:
+        self._unlocked()
+        for request in as_requests(prompts, sampling):
             self.submit(request)
         try:
             while not self.idle:
@@ -188,7 +197,7 @@ class Engine:
 
     def _boundary(self) -> None:
         """Let the policy plan and the pager commit; the only place where precision changes."""
-        pager, meter = self.parts.pager, self.parts.meter
+        pager = self.parts.pager
         self._boundary_index += 1
         if not self.frozen_plan:
             if self.scheduler.blocked_pages:
@@ -197,16 +206,22 @@ class Engine:
             if plan is not None and plan.moves:
                 self._request(plan)
         if not pager.idle or not self.frozen_plan:
-            report = pager.boundary(self._boundary_index)
-            meter.observe()
-            bits = self.parts.table.mean_bits(pager.committed)
-            self._lowest_bits = min(self._lowest_bits, bits)
-            if report.committed or report.failed:
-                changes = [[c.block, c.from_bits, c.to_bits, c.written_pages, c.freed_pages] for c in report.committed]
-                self._log(
-                    "commit", epoch=report.epoch, changes=changes, failed=report.failed, given_up=report.given_up,
-                    mean_bits=round(bits, 4),
-                )  # fmt: skip
+            self._commit()
+
+    def _commit(self) -> None:
+        """Let the pager collect, commit and start copies; keep count and log."""
+        report = self.parts.pager.boundary(self._boundary_index)
+        self.parts.meter.observe()
+        bits = self.parts.table.mean_bits(self.parts.pager.committed)
+        self._lowest_bits = min(self._lowest_bits, bits)
+        if report.failed:
+            self._last_failure = report.failed[-1][1]
+        if report.committed or report.failed:
+            changes = [[c.block, c.from_bits, c.to_bits, c.written_pages, c.freed_pages] for c in report.committed]
+            self._log(
+                "commit", epoch=report.epoch, changes=changes, failed=report.failed, given_up=report.given_up,
+                mean_bits=round(bits, 4),
+            )  # fmt: skip
 
     def _request(self, plan: Plan) -> None:
         pager = self.parts.pager
@@ -376,10 +391,11 @@ class Engine:
 
     def settle(self, timeout_s: float = 60.0) -> None:
         """Run boundaries until no move is left; PWJaxError after ``timeout_s`` seconds."""
+        self._unlocked()
         began = time.monotonic()
         while not self.parts.pager.idle:
             self._boundary_index += 1
-            self.parts.pager.boundary(self._boundary_index)
+            self._commit()
             if time.monotonic() - began > timeout_s:
                 raise PWJaxError(f"precision moves did not finish within {timeout_s:g} seconds")
             time.sleep(0.0005)
@@ -445,7 +461,13 @@ class Engine:
                 "prefill_tokens_per_s": parts.meter.prefill.per_second,
                 "decode_tokens_per_s": parts.meter.decode.per_second,
             },
-            "transfers": {"bytes": counters.bytes, "pages": counters.pages, "failed": counters.failed},
+            "transfers": {
+                "bytes": counters.bytes,
+                "pages": counters.pages,
+                "failed": counters.failed,
+                "blocks_given_up": int(parts.pager.given_up.sum()),
+                "last_failure": self._last_failure,
+            },
             "scheduler": {"slots": parts.shapes.slots, "preemptions": self.scheduler.preemptions},
             "versions": versions(),
         }
@@ -510,15 +532,23 @@ class Engine:
         self.parts.log.write({"kind": kind, **state, "kv_pages": self.parts.kv.used_pages, **fields})
 
     def _unlocked(self) -> None:
+        if self.parts.arena.array.is_deleted():
+            raise PWJaxError("the engine is closed; make another one with pwjax.load")
         if self._locked:
             raise PWJaxError("the engine is frozen: leave the engine.frozen() block before it can step or apply a plan")
 
 
 def as_requests(
-    prompts: str | Seq[str | Request], sampling: SamplingParams | Seq[SamplingParams] | None
+    prompts: str | Request | Iterable[str | Request], sampling: SamplingParams | Seq[SamplingParams] | None
 ) -> list[Request]:
     """Requests of what :meth:`Engine.generate` takes; ids of plain prompts are their index. PromptError, UsageError."""
-    items = [prompts] if isinstance(prompts, str) else list(prompts)
+    items = [prompts] if not isinstance(prompts, Iterable) or isinstance(prompts, str | bytes) else list(prompts)
+    for index, item in enumerate(items):
+        if not isinstance(item, str | Request):
+            raise PromptError(
+                f"prompt {index} is {type(item).__name__}; give a string, or pwjax.Request(id, "
+                "prompt_token_ids=(...)) for token ids"
+            )
     if sampling is None or isinstance(sampling, SamplingParams):
         sampling = [sampling or SamplingParams()] * len(items)
     if len(sampling) != len(items):
