@@ -15,12 +15,14 @@ from pwjax.units import format_bytes
 
 
 @click.command()
-@click.argument("model", metavar="OUT")
+@click.argument("model", metavar="[OUT]", required=False)
 @click.option("--verify", is_flag=True, help="Read every byte and check it against checksums.")
 @json_option
-def command(model: str, verify: bool, as_json: bool) -> None:
-    """Summarize the quantized model OUT, or verify it."""
-    artifact = Artifact.open(model)
+def command(model: str | None, verify: bool, as_json: bool) -> None:
+    """Summarize the quantized model OUT (default: the bundled one), or verify it."""
+    from pwjax.loading import open_model
+
+    artifact = open_model(model)
     summary = summarize(artifact)
     if verify:
         summary["problems"] = artifact.verify(_progress)
@@ -28,7 +30,7 @@ def command(model: str, verify: bool, as_json: bool) -> None:
     click.echo(json.dumps(summary) if as_json else render(summary))
     if problems := summary.get("problems"):
         count = f"{len(problems)} problem{'s' * (len(problems) > 1)}"
-        raise ArtifactError(f"{model} is damaged, {count} found: {problems[0]}; quantize anew, or copy it again")
+        raise ArtifactError(f"{artifact.path} is damaged, {count} found: {problems[0]}; quantize anew, or copy it again")
 
 
 def summarize(artifact: Artifact) -> dict[str, Any]:

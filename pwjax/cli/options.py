@@ -73,6 +73,18 @@ def quiet_option(function: Callable) -> Callable:
     return click.option("--quiet", "-q", is_flag=True, help="No progress bar and no summary.")(function)
 
 
+def told_once(report: Callable[[str], None]) -> Callable[[str], None]:
+    """``report`` without repetitions: a program is compiled to be measured, then again at its size."""
+    told: set[str] = set()
+
+    def once(what: str) -> None:
+        if what not in told:
+            told.add(what)
+            report(what)
+
+    return once
+
+
 def _bits(_ctx, _param, value: int | None) -> int | None:
     if value is not None and value not in BITS:
         raise click.BadParameter(f"{value} is not a precision; choose from {', '.join(map(str, BITS))}")

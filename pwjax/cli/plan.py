@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from pwjax.cli.options import EngineOptions, engine_options, json_option, quiet_option
+from pwjax.cli.options import EngineOptions, engine_options, json_option, quiet_option, told_once
 from pwjax.units import format_bytes
 
 PARTS = {
@@ -34,7 +34,7 @@ def command(options: EngineOptions, explain: bool, as_json: bool, quiet: bool) -
     from pwjax.loading import open_model
 
     environment.enable_compile_cache()
-    report = None if quiet else lambda what: click.echo(f"compiling {what}", err=True)
+    report = None if quiet else told_once(lambda what: click.echo(f"compiling {what}", err=True))
     view, smallest = look(open_model(options.model), options, report)
     summary = summarize(view, smallest, options)
     if explain:

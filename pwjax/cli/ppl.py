@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import click
 
-from pwjax.cli.options import BytesParam, json_option, quiet_option
+from pwjax.cli.options import BytesParam, json_option, quiet_option, told_once
 from pwjax.errors import UsageError
 from pwjax.units import format_bytes
 
@@ -70,16 +70,13 @@ def command(
 
 
 def _compiling(bars) -> Callable[[str], None]:
-    """Tells what is compiled, once: a program is measured before it is used."""
-    told = set()
+    """Tells what is compiled, without a progress bar in the way."""
 
     def report(what: str) -> None:
-        if what not in told:
-            bars.close()
-            click.echo(f"compiling {what}", err=True)
-        told.add(what)
+        bars.close()
+        click.echo(f"compiling {what}", err=True)
 
-    return report
+    return told_once(report)
 
 
 def render(result: dict) -> str:

@@ -36,9 +36,9 @@ def settings_hash(settings: Mapping[str, Any]) -> str:
 class ResultWriter:
     """Appends results to ``path``; ``finished`` are the ids (as text) that were there before.
 
-    ``refused`` maps those of them that were refused to the reason. ``settings`` is what the results depend on (model, precision, sampling defaults, …), as JSON can hold it. Raises
-    UsageError where the file belongs to other settings, to no run of ours, or to a run that is still going. A context
-    manager; not for several threads.
+    ``refused`` maps those of them that were refused to the reason. ``settings`` is what the results depend on (model,
+    precision, sampling defaults, …), as JSON can hold it. Raises UsageError where the file belongs to other settings,
+    to no run of ours, or to a run that is still going. A context manager; not for several threads.
     """
 
     def __init__(self, path: str | Path, settings: Mapping[str, Any]):
