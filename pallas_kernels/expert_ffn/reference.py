@@ -45,9 +45,9 @@ def dense_expert_ffn(
 
 
 def _read_rows(arena: jax.Array, page_ids: jax.Array, layout: RowLayout) -> jax.Array:
-    """Rows uint32[rows, row_words] of the payload in pages ``page_ids`` int32[pages]."""
+    """Rows uint32[..., rows, row_words] of the payloads in pages ``page_ids`` int32[..., pages]."""
     words = arena[page_ids, : layout.rows_per_page * layout.row_words]
-    return words.reshape(-1, layout.row_words)[: layout.rows]
+    return words.reshape(*page_ids.shape[:-1], -1, layout.row_words)[..., : layout.rows, :]
 
 
 def _bf16_pairs(words: jax.Array) -> jax.Array:
@@ -62,33 +62,52 @@ def _f16_pairs(words: jax.Array) -> jax.Array:
     return halves.astype(jnp.float32).reshape(*words.shape[:-1], -1)
 
 
-def read_block(arena: jax.Array, slots: jax.Array, geometry: Geometry, matrix: int, bits: int) -> jax.Array:
-    """Weights float32[rows, cols] of a block at static ``bits``, from its table ``slots`` int32[S]."""
-    shape = geometry.shape(matrix)
-    if bits == 16:
-        layout = geometry.dense_layout(matrix)
-        return _bf16_pairs(_read_rows(arena, slots[: layout.pages], layout))[:, : shape.cols]
-    plane = geometry.plane_layout(matrix)
+def _dense_block(arena: jax.Array, slots: jax.Array, geometry: Geometry, matrix: int) -> jax.Array:
+    """Weights of a block that is committed at 16 bits."""
+    layout = geometry.dense_layout(matrix)
+    return _bf16_pairs(_read_rows(arena, slots[: layout.pages], layout))[:, : geometry.shape(matrix).cols]
+
+
+def _quantized_block(
+    arena: jax.Array, slots: jax.Array, bits: jax.Array, geometry: Geometry, matrix: int
+) -> jax.Array:
+    """Weights of a block at any quantized width.
+
+    One form for all widths, so that a program does not grow with the ladder: planes that are not resident read as
+    zeros from the null page and are shifted out again, and the LUT is read at the place its width gives it.
+    """
+    shape, plane = geometry.shape(matrix), geometry.plane_layout(matrix)
     shift = jnp.arange(32, dtype=jnp.uint32)
     code = jnp.zeros((shape.rows, plane.row_words, 32), jnp.uint32)
-    for j in range(bits):
-        words = _read_rows(arena, slots[j * plane.pages : (j + 1) * plane.pages], plane)
+    for words in _read_rows(arena, slots[: geometry.lut_slot(matrix)].reshape(geometry.parent, -1), plane):
         code = (code << 1) | ((words[:, :, None] >> shift) & 1)
-    code = code.reshape(shape.rows, -1)[:, : shape.cols].astype(jnp.int32)
-    layout = geometry.lut_layout(matrix, bits)
-    first = geometry.lut_slot(matrix)
-    record = _read_rows(arena, slots[first : first + layout.pages], layout)
+    code = code.reshape(shape.groups, -1, plane.row_words * 32)[..., : shape.cols].reshape(shape.groups, -1)
+    code = (code >> (geometry.parent - bits).astype(jnp.uint32)).astype(jnp.int32)
+
+    row_words = shape.scale_words + (1 << bits) // 2
+    per_page = geometry.page_words // row_words
+    row = jnp.arange(shape.groups)
+    page = slots[geometry.lut_slot(matrix) + row // per_page]
+    # Words past the end of a narrower LUT are never asked for by a code.
+    word = (row % per_page * row_words)[:, None] + jnp.arange(shape.lut_row_words(geometry.parent))
+    record = arena[page[:, None], jnp.minimum(word, geometry.page_words - 1)]
     scale = _f16_pairs(record[:, : shape.scale_words])[:, : shape.lut_rows].reshape(shape.rows, 1)
     lut = _f16_pairs(record[:, shape.scale_words :])
-    code = code.reshape(shape.groups, -1)
     return jnp.take_along_axis(lut, code, axis=1, mode="promise_in_bounds").reshape(shape.rows, shape.cols) * scale
 
 
-def _switch_block(arena, bits, slots, geometry: Geometry, matrix: int) -> jax.Array:
-    """Weights of a block at traced ``bits``; a real branch outside of vmap."""
-    widths = jnp.asarray(geometry.all_bits)
-    branches = [lambda s, b=b: read_block(arena, s, geometry, matrix, b) for b in geometry.all_bits]
-    return lax.switch(jnp.searchsorted(widths, bits), branches, slots)
+def read_block(arena: jax.Array, slots: jax.Array, bits: jax.Array, geometry: Geometry, matrix: int) -> jax.Array:
+    """Weights float32[rows, cols] of a block at ``bits`` int32[], from its table ``slots`` int32[S].
+
+    A real branch outside of vmap: 16 bits and quantized widths are read by different code.
+    """
+    if not geometry.fallback:
+        return _quantized_block(arena, slots, bits, geometry, matrix)
+    return lax.cond(
+        bits == 16,
+        lambda: _dense_block(arena, slots, geometry, matrix),
+        lambda: _quantized_block(arena, slots, bits, geometry, matrix),
+    )
 
 
 def paged_expert_ffn(
@@ -115,8 +134,8 @@ def paged_expert_ffn(
         index, expert, row = item
 
         def run():
-            gate_up = _switch_block(arena, bits[expert, 0], pages[expert, 0], geometry, 0)
-            down = _switch_block(arena, bits[expert, 1], pages[expert, 1], geometry, 1)
+            gate_up = read_block(arena, pages[expert, 0], bits[expert, 0], geometry, 0)
+            down = read_block(arena, pages[expert, 1], bits[expert, 1], geometry, 1)
             out, inner = _ffn(row, gate_up, down)
             return out, jnp.sum(inner * inner, -1)
 

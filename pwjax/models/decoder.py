@@ -112,9 +112,9 @@ class Decoder(nn.Module):
         bits, pages = (None, None) if paged is None else (paged.bits, paged.pages)
         shell = None if paged is None else dataclasses.replace(paged, bits=None, pages=None)
         carry, scanned = (x, jnp.int32(0)), (fresh.k, fresh.v, bits, pages)
-        (x, _), (k, v, stats) = layers(carry, scanned, positions, valid, fresh.filled, past, shell)
+        carry, (k, v, stats) = layers(carry, scanned, positions, valid, fresh.filled, past, shell)
         scale = self.param("norm", _group(scale=(nn.initializers.ones, (config.hidden_size,))))["scale"]
-        return Output(rms_norm(x, scale, config.rms_eps), Fresh(k, v, fresh.filled + tokens.shape[1]), stats)
+        return Output(rms_norm(carry[0], scale, config.rms_eps), Fresh(k, v, fresh.filled + tokens.shape[1]), stats)
 
 
 def _group(**leaves):
@@ -196,8 +196,10 @@ def init_params(config: ModelConfig, seed: int = 0) -> dict:
     """Random float32 parameters of the dense form."""
     tokens = jnp.zeros((1, 2), jnp.int32)
     positions, valid = jnp.zeros((1, 2), jnp.int32), jnp.ones((1, 2), bool)
-    module = Decoder(config)
-    return module.init(jax.random.key(seed), tokens, positions, valid, Fresh.empty(config, 1, 2))["params"]
+    fresh = Fresh.empty(config, 1, 2)
+    # Under jit the forward that Flax runs to find the parameters is dead code and is never compiled.
+    init = jax.jit(lambda key: Decoder(config).init(key, tokens, positions, valid, fresh)["params"])
+    return init(jax.random.key(seed))
 
 
 def next_token_nll(config: ModelConfig, params: dict, tokens: jax.Array, paged: Paged | None = None):

@@ -10,8 +10,11 @@ import pwjax
 from pwjax import models
 from pwjax.checkpoints.artifact import Artifact
 from pwjax.engine.sequence import Completion, Piece
+from pwjax.engine.steps import compile_step
+from pwjax.engine.weights import params_spec
 from pwjax.errors import BudgetError, PromptError, PWJaxError, UsageError
 from pwjax.loading import load, outlook
+from pwjax.memory import program_memory
 
 GREEDY = pwjax.SamplingParams(max_tokens=20, ignore_eos=True)
 PROMPTS = ["The quick brown", "def f(x):", "12 + 30", "lazy dog. The quick brown fox jumps over", "na", "x + 1\n"]
@@ -50,7 +53,7 @@ def dense_greedy(artifact: Artifact, prompt: tuple[int, ...], count: int, expert
 @pytest.mark.parametrize("bits", [16, 6, 2])
 def test_generation_equals_the_dense_form_with_the_same_weights(tiny_artifact, bits):
     artifact = Artifact.open(tiny_artifact)
-    with open_engine(tiny_artifact, bits=bits, kv_dtype="float32") as engine:
+    with open_engine(tiny_artifact, 400, bits=bits, kv_dtype="float32") as engine:
         results = engine.generate(PROMPTS[:3], GREEDY)
         weights = artifact.expert_params(bits)
         for prompt, result in zip(PROMPTS, results, strict=False):
@@ -137,15 +140,16 @@ def test_a_frozen_plan_gives_the_tokens_of_a_static_run_at_those_bits(tiny_artif
 def test_a_plan_applied_by_hand_takes_effect(tiny_artifact):
     with open_engine(tiny_artifact, policy="static") as engine:
         before = engine.parts.pager.committed
-        plan = pwjax.plan(engine.observe(), target_bytes=20 * 256)
-        engine.apply(plan)
-        engine.settle()
-        after = engine.parts.pager.committed
-        assert plan.met and np.array_equal(after, plan.bits) and np.any(after < before)
-        up = pwjax.plan(engine.observe(), target_bytes=-20 * 256)
+        up = pwjax.plan(engine.observe(), target_bytes=-60 * 256)
         engine.apply(up)
         engine.settle()
-        assert np.array_equal(engine.parts.pager.committed, up.bits) and np.any(up.bits > after)
+        raised = engine.parts.pager.committed
+        assert np.array_equal(raised, up.bits) and np.any(raised > before) and np.all(raised >= before)
+        down = pwjax.plan(engine.observe(), target_bytes=20 * 256)
+        engine.apply(down)
+        engine.settle()
+        after = engine.parts.pager.committed
+        assert down.met and np.array_equal(after, down.bits) and np.any(after < raised)
 
 
 def test_preemption_is_the_last_resort_and_loses_nothing(tiny_artifact):
@@ -218,3 +222,12 @@ def test_cancelled_work_frees_its_pages(tiny_artifact):
         stream.close()
         assert engine.idle and engine.parts.allocator.free_pages == free
         assert engine.generate("The", GREEDY)[0].generated_tokens == 20
+
+
+def test_sizes_of_steps_do_not_depend_on_the_arena(tiny_artifact):
+    view = outlook(Artifact.open(tiny_artifact), batch=4, context=128)
+    sizes = []
+    for pages in (290, 29_000):
+        memory = program_memory(compile_step(view.shapes, ("decode", 4), pages, params_spec(view.shapes.config)))
+        sizes.append((memory.temp_bytes, memory.output_bytes, memory.argument_bytes - pages * 256))
+    assert sizes[0] == sizes[1]
