@@ -1,7 +1,10 @@
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -72,3 +75,16 @@ def test_another_thread_changes_nothing():
     thread.start()
     thread.join()
     assert seen == [signal.getsignal(signal.SIGINT)]
+
+
+def test_an_interrupt_inside_of_exec_still_gives_the_exit_code(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import pwjax.cli\n"
+        "def main():\n"
+        "    try: exec('raise KeyboardInterrupt')\n"
+        "    except KeyboardInterrupt: return 130\n"
+        "pwjax.cli.main = main\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2]), *filter(None, sys.path)])
+    done = subprocess.run([sys.executable, "-m", "pwjax"], env={**os.environ, "PYTHONPATH": path}, timeout=60)
+    assert done.returncode == 130
