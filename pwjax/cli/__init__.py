@@ -10,6 +10,8 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import NoReturn
 
 import click
 
@@ -109,6 +111,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(str(error), 1)
     except Exception as error:
         return _fail(_unexpected(error), 1)
+
+
+def run() -> NoReturn:
+    """:func:`main` as a process: ends with its exit code."""
+    code = main()
+    if code == 130:
+        # Everything is closed by now. The interpreter's own end would crash where XLA still compiles in a thread of
+        # its own, and would end by SIGINT where the interrupt had passed through an exec(), as imports use it.
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _unexpected(error: Exception) -> str:

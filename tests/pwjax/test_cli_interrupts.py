@@ -77,14 +77,22 @@ def test_another_thread_changes_nothing():
     assert seen == [signal.getsignal(signal.SIGINT)]
 
 
-def test_an_interrupt_inside_of_exec_still_gives_the_exit_code(tmp_path):
+@pytest.mark.parametrize(
+    "ending",
+    [
+        "exec('raise KeyboardInterrupt')",  # Python would end by SIGINT although it was caught
+        "atexit.register(os.abort); raise KeyboardInterrupt",  # XLA may crash while the interpreter ends
+    ],
+)
+def test_an_interrupted_process_has_the_exit_code_whatever_the_interpreter_does_at_its_end(tmp_path, ending):
     (tmp_path / "sitecustomize.py").write_text(
-        "import pwjax.cli\n"
-        "def main():\n"
-        "    try: exec('raise KeyboardInterrupt')\n"
-        "    except KeyboardInterrupt: return 130\n"
-        "pwjax.cli.main = main\n"
+        "import atexit, os, click, pwjax.cli\n"
+        "@click.command()\n"
+        f"def command(): print('partial', end=''); {ending}\n"
+        "pwjax.cli.LazyGroup.get_command = lambda *_: command\n"
     )
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2]), *filter(None, sys.path)])
-    done = subprocess.run([sys.executable, "-m", "pwjax"], env={**os.environ, "PYTHONPATH": path}, timeout=60)
-    assert done.returncode == 130
+    environ = {**os.environ, "PYTHONPATH": path}
+    command = [sys.executable, "-m", "pwjax", "doctor"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (130, "partial") and done.stderr.strip() == "error: interrupted"
