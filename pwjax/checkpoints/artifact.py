@@ -76,8 +76,10 @@ class Artifact:
             raise ArtifactError(f"{self.path / manifests.TABLES} cannot be used: {error}") from error
 
     def dense_params(self) -> dict:
-        """Everything that is not paged: nested dictionary of bfloat16 arrays."""
+        """Everything that is not paged: nested dictionary of bfloat16 arrays; ArtifactError if the file has changed."""
         try:
+            if manifests.file_sha256(self.path / manifests.DENSE) != self.manifest["files"][manifests.DENSE]["sha256"]:
+                raise ArtifactError(f"{self.path / manifests.DENSE} is corrupted: its sha256 is not the manifest's")
             return unflatten(load_file(self.path / manifests.DENSE))
         except (OSError, SafetensorError) as error:
             raise ArtifactError(f"cannot read {self.path / manifests.DENSE}: {error}") from error

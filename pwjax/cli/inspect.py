@@ -30,7 +30,8 @@ def command(model: str | None, verify: bool, as_json: bool) -> None:
     click.echo(json.dumps(summary) if as_json else render(summary))
     if problems := summary.get("problems"):
         count = f"{len(problems)} problem{'s' * (len(problems) > 1)}"
-        raise ArtifactError(f"{artifact.path} is damaged, {count} found: {problems[0]}; quantize anew, or copy it again")
+        fix = "quantize anew, or copy it again"
+        raise ArtifactError(f"{artifact.path} is damaged, {count} found: {problems[0]}; {fix}")
 
 
 def summarize(artifact: Artifact) -> dict[str, Any]:

@@ -227,8 +227,8 @@ def shrink_to_fit(
             return form, measure(form)
         slots //= 2
     raise BudgetError(
-        f"the memory budget of {plan.budget_bytes} bytes is too small: one sequence of {shapes.context} tokens with "
-        f"the experts at their lowest allowed precision needs {plan.smallest_budget_bytes} bytes "
+        f"the memory budget of {plan.budget_bytes} bytes is too small: one sequence of {shapes.context} tokens "
+        f"beside the experts at the lowest precision they may have needs {plan.smallest_budget_bytes} bytes "
         f"({plan.smallest_budget_bytes / 2**20:.1f} MiB); raise --memory-budget or lower --context",
         plan.smallest_budget_bytes,
     )

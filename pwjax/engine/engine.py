@@ -385,7 +385,10 @@ class Engine:
         return Snapshot(parts.table, observation, parts.memory.page_bytes)
 
     def apply(self, plan: Plan) -> None:
-        """Ask for a plan's bits; they come into force at the next boundaries, as copies land."""
+        """Ask for a plan's bits; they come into force at the next boundaries, as copies land.
+
+        Also where no policy moves them (fixed bits, or after :meth:`freeze`).
+        """
         self._unlocked()
         self._request(plan)
 

@@ -122,7 +122,8 @@ def _group(**leaves):
 
     def init(key):
         keys = jax.random.split(key, len(leaves))
-        return {name: make(k, shape, jnp.float32) for k, (name, (make, shape)) in zip(keys, leaves.items(), strict=True)}
+        items = zip(keys, leaves.items(), strict=True)
+        return {name: make(k, shape, jnp.float32) for k, (name, (make, shape)) in items}
 
     return init
 

@@ -208,6 +208,14 @@ def test_open_names_missing_extra_and_misshapen_tensors(copy):
         assert words in str(caught.value)
 
 
+def test_a_flipped_bit_outside_of_the_pages_is_found_when_it_is_read(copy):
+    data = bytearray((copy / "dense.safetensors").read_bytes())
+    data[-5] ^= 1
+    (copy / "dense.safetensors").write_bytes(data)
+    with pytest.raises(ArtifactError, match=r"dense\.safetensors is corrupted"):
+        Artifact.open(copy).dense_params()
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -1,4 +1,4 @@
-"""The decoder: padding is invisible, chunks change nothing, the paged form equals the dense one and has its gradients."""
+"""The decoder: padding is invisible, chunks change nothing, the paged form has the gradients of the dense one."""
 
 from dataclasses import replace
 

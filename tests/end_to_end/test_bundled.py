@@ -1,0 +1,101 @@
+"""The demo model that comes with the package: text under a budget, pressure, perplexity in the order of bits."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import pwjax
+from pwjax.cli import main
+from pwjax.evaluate import heldout_documents, measure_perplexity
+
+if not pwjax.bundled_model().is_dir():
+    pytest.fail("the bundled model is missing from the package", pytrace=False)
+
+PROMPTS = [
+    "It was a dark night, and the old captain", "def __init__(self, name, value=None):\n", "The train left the",
+    "class Reader:\n    def read(self", "Janet has 12 apples", "My dear friend,", "import os\nimport re\n", "In May",
+]  # fmt: skip
+
+
+def test_the_first_command_prints_text_and_a_summary(capsys):
+    assert main(["generate", "Once upon a time", "--memory-budget", "24MiB", "--max-tokens", "24"]) == 0
+    captured = capsys.readouterr()
+    words = captured.out.split()
+    assert len(words) > 8 and sum(w.isalpha() for w in words) > len(words) / 2
+    assert captured.err.splitlines()[-1].startswith("24 tokens in ") and "peak" in captured.err
+
+
+def test_a_job_under_pressure_demotes_promotes_and_keeps_its_budget(tmp_path):
+    # Four waves of eight: KV of a wave does not fit beside the experts at 6 bits.
+    lines = [
+        {"id": i, "prompt": PROMPTS[i % 8] * 4, "max_tokens": 30 if i >= 24 else 170, "ignore_eos": True}
+        for i in range(32)
+    ]
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out, stats_file, log = tmp_path / "out.jsonl", tmp_path / "stats.json", tmp_path / "log.jsonl"
+    options = ["--prompts", source, "--output", out, "--memory-budget", "22MiB", "--context", 256, "--quiet"]
+    assert main(["generate", *map(str, options), "--stats", str(stats_file), "--log", str(log)]) == 0
+    results = [json.loads(line) for line in out.read_text().splitlines()]
+    assert sorted(r["id"] for r in results) == list(range(32))
+    assert {r["id"]: r["generated_tokens"] for r in results} == {line["id"]: line["max_tokens"] for line in lines}
+    stats = json.loads(stats_file.read_text())
+    memory, precision = stats["memory"], stats["precision"]
+    assert memory["peak_bytes"] <= memory["budget_bytes"] == 22 * 2**20
+    assert stats["compile"]["recompiles_after_warmup"] == 0
+    assert precision["mean_bits_min"] < precision["mean_bits_start"]
+    changes = [c for line in log.read_text().splitlines() for c in json.loads(line).get("changes", [])]
+    assert any(to < was for _, was, to, _, _ in changes) and any(to > was for _, was, to, _, _ in changes)
+
+
+def test_perplexity_rises_as_bits_fall():
+    documents = heldout_documents()[:1]
+    found = {
+        bits: measure_perplexity(None, documents, bits=bits, window=256, max_tokens=4096).perplexity
+        for bits in (16, 6, 5, 4, 3)
+    }
+    assert found[6] < found[5] < found[4] < found[3]
+    assert abs(found[6] / found[16] - 1) < 0.01
+
+
+RESIDENT = """
+import json, os, sys, threading, time
+import psutil
+import pwjax
+
+budget, process = 512 * 2**20, psutil.Process()
+prompts = json.loads(sys.argv[1])
+sampling = pwjax.SamplingParams(max_tokens=200, ignore_eos=True)
+
+def job():
+    with pwjax.load(None, budget, batch=8, context=1024) as engine:
+        engine.generate(prompts, sampling)
+        return engine.stats()["memory"]
+
+with pwjax.load(None, 64 * 2**20, batch=8, context=1024) as engine:  # compiles everything, allocates little
+    engine.generate(prompts, sampling)
+before, peak, stop = process.memory_info().rss, 0, False
+
+def watch():
+    global peak
+    while not stop:
+        peak = max(peak, process.memory_info().rss)
+        time.sleep(0.002)
+
+thread = threading.Thread(target=watch)
+thread.start()
+memory = job()
+stop = True
+thread.join()
+print(json.dumps({"growth": peak - before, **memory}))
+"""
+
+
+@pytest.mark.slow
+def test_resident_memory_confirms_the_budget():
+    command = [sys.executable, "-c", RESIDENT, json.dumps(PROMPTS)]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert found["peak_bytes"] <= found["budget_bytes"]
+    assert found["growth"] <= 1.1 * found["budget_bytes"], found
