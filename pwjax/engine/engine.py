@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -110,6 +110,10 @@ class Engine:
         self._refused: list[Completion] = []
         self._last_failure: str | None = None
         self._locked = False
+        # The boundary of the last turn in which nothing could run although no move was on its way.
+        self._stalled_at = -1
+        # Whether all that the pager has left are moves that wait for free pages.
+        self._starved = False
         # What a program adds to the live buffers while it runs; arguments are among the live ones.
         sizes = {key: program_memory(program) for key, program in parts.programs.items()}
         self._program_bytes = {key: m.temp_bytes + m.output_bytes - m.alias_bytes for key, m in sizes.items()}
@@ -164,6 +168,7 @@ class Engine:
         for sequence in running:
             self.scheduler.release(sequence)
         self.scheduler.waiting.clear()
+        self.scheduler.blocked_pages = 0
         self._refused.clear()
         for sequence in running:
             sequence.stream.finish()
@@ -211,6 +216,7 @@ class Engine:
     def _commit(self) -> None:
         """Let the pager collect, commit and start copies; keep count and log."""
         report = self.parts.pager.boundary(self._boundary_index)
+        self._starved = bool(report.blocked_pages) and not self.parts.pager.moving.any()
         self.parts.meter.observe()
         bits = self.parts.table.mean_bits(self.parts.pager.committed)
         self._lowest_bits = min(self._lowest_bits, bits)
@@ -239,22 +245,30 @@ class Engine:
         return pager.moving | pager.given_up | (pager.desired != pager.committed)
 
     def _relieve(self) -> None:
-        """Nothing could run: wait for pages on their way, else preempt the newest sequence."""
-        pager = self.parts.pager
-        if not self.frozen_plan and not pager.idle:
+        """Nothing could run: let precision give way first, else preempt the newest sequence, else refuse the last."""
+        scheduler, pager = self.scheduler, self.parts.pager
+        if pager.cancel_promotions():
+            return
+        if not pager.idle and not self._starved:
             time.sleep(0.0005)
             return
-        sequence = self.scheduler.preempt_newest()
+        # The policy learns at the next boundary what could not be reserved in this turn.
+        first, self._stalled_at = self._stalled_at != self._boundary_index - 1, self._boundary_index
+        if first and not self.frozen_plan:
+            return
+        sequence = scheduler.preempt_newest()
         if sequence is not None:
             self._log("preempt", id=sequence.request.id, generated=len(sequence.generated))
             return
-        alone = next(iter(self.scheduler.running), None) or self.scheduler.waiting[0]
+        alone = next(iter(scheduler.running), None) or scheduler.waiting[0]
         if alone.slot < 0:
-            self.scheduler.waiting.popleft()
+            scheduler.waiting.popleft()
+            scheduler.blocked_pages = 0
         else:
-            self.scheduler.release(alone)
+            scheduler.release(alone)
         reason = "its KV cache does not fit beside the weights, and no precision is left to give up"
-        self._refused.append(refused(alone.request, reason))
+        # What was streamed of it stays: its pieces are out already.
+        self._refused.append(replace(alone.completion(), finish_reason="refused", error=reason))
 
     def _prefill(self, sequence: Sequence) -> list[Piece | Completion]:
         parts, shapes = self.parts, self.parts.shapes

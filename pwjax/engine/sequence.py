@@ -11,8 +11,9 @@ class Completion:
     """A finished request, in the form that ``generate --json`` prints.
 
     ``finish_reason`` is ``stop`` (end of sequence, stop token or stop string), ``length`` (``max_tokens`` or the
-    context), or ``refused`` (``error`` says why). ``token_ids`` are all generated tokens, the one that stopped it
-    included. ``logprobs``, if asked for, has one entry a token: ``{"token_id", "logprob", "top": [[id, logprob]]}``.
+    context), or ``refused`` (``error`` says why; a request that had begun keeps what it had). ``token_ids`` are all
+    generated tokens, the one that stopped it included. ``logprobs``, if asked for, has one entry a token:
+    ``{"token_id", "logprob", "top": [[id, logprob]]}``.
     """
 
     id: str | int

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import pwjax
+from planner import uniform
 from pwjax import models
 from pwjax.checkpoints.artifact import Artifact
 from pwjax.engine.sequence import Completion, Piece
@@ -14,7 +15,7 @@ from pwjax.engine.steps import compile_step
 from pwjax.engine.weights import params_spec
 from pwjax.errors import BudgetError, PromptError, PWJaxError, UsageError
 from pwjax.loading import load, outlook
-from pwjax.memory import program_memory
+from pwjax.memory import BoundaryReport, program_memory
 
 GREEDY = pwjax.SamplingParams(max_tokens=20, ignore_eos=True)
 PROMPTS = ["The quick brown", "def f(x):", "12 + 30", "lazy dog. The quick brown fox jumps over", "na", "x + 1\n"]
@@ -161,6 +162,39 @@ def test_preemption_is_the_last_resort_and_loses_nothing(tiny_artifact):
     assert [r.generated_tokens for r in results] == [100] * 5
     assert stats["scheduler"]["preemptions"] > 0
     assert stats["memory"]["peak_bytes"] <= stats["memory"]["budget_bytes"]
+
+
+def test_a_first_request_larger_than_the_free_pages_gets_them_from_demotions(tiny_artifact):
+    # Room for the lowest weights (48) and one sequence (64), but the start leaves KV only half of that.
+    with open_engine(tiny_artifact, 1 + 48 + 70, batch=1) as engine:
+        assert engine.parts.allocator.free_pages < engine.parts.kv.pages_for(121)
+        result = engine.generate([pwjax.Request("a", None, tuple(range(1, 121)), GREEDY)])[0]
+        assert result.finish_reason == "length" and result.generated_tokens == 8
+        assert engine.stats()["precision"]["demotions"] > 0
+
+
+@pytest.mark.parametrize("queued", ["promotions", "demotions"])
+def test_moves_that_find_no_free_page_do_not_hold_sequences_up(tiny_artifact, monkeypatch, queued):
+    long = pwjax.SamplingParams(max_tokens=100, ignore_eos=True)
+    with open_engine(tiny_artifact, 1 + 48 + 100) as engine:
+        pager, table = engine.parts.pager, engine.parts.table
+        monkeypatch.setattr(engine.parts.policy, "step", lambda observation: None)
+        for i in range(4):
+            engine.submit(pwjax.Request(i, PROMPTS[i], None, long))
+        events = engine.step()
+        if queued == "promotions":
+            assert engine.parts.allocator.free_pages < table.total_pages(16) - table.total_pages(pager.committed)
+            engine.apply(uniform(table, 16))
+        else:
+            monkeypatch.setattr(type(pager), "idle", property(lambda self: False))
+            monkeypatch.setattr(pager, "boundary", lambda index: BoundaryReport(index, 1, blocked_pages=1, queued=1))
+        events += [event for _ in range(2000) for event in engine.step()]
+        done = [e for e in events if isinstance(e, Completion)]
+        assert sorted(c.id for c in done) == [0, 1, 2, 3] and engine.idle
+        for completion in done:
+            assert completion.text == "".join(e.text for e in events if e.id == completion.id and isinstance(e, Piece))
+        assert engine.stats()["scheduler"]["preemptions"] > 0
+        engine.parts.kv.check_invariants()
 
 
 def test_budget_too_small_names_the_smallest_that_works(tiny_artifact):
