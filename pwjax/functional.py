@@ -5,7 +5,7 @@ import jax
 from planner import Plan, demote, promote
 from planner.floors import FloorRule
 from pwjax import models
-from pwjax.engine.engine import Model, Snapshot
+from pwjax.engine.parts import Model, Snapshot
 from pwjax.errors import UsageError
 from pwjax.memory import PageTable
 

@@ -16,9 +16,10 @@ from planner.solve import uniform
 from pwjax import environment
 from pwjax.checkpoints.artifact import Artifact
 from pwjax.engine.budget import MemoryPlan, plan_memory, remembered_sizes, shrink_to_fit, step_memory
-from pwjax.engine.engine import Engine, Parts
+from pwjax.engine.engine import Engine
 from pwjax.engine.log import EpochLog
 from pwjax.engine.meter import Meter
+from pwjax.engine.parts import Parts
 from pwjax.engine.steps import StepShapes, compile_step
 from pwjax.engine.text import Tokenizer
 from pwjax.engine.weights import load_weights, params_spec

@@ -14,81 +14,28 @@ import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
 
 import jax
 import numpy as np
 
-from planner import BlockTable, Observation, Plan, Policy
-from pwjax.engine.budget import MemoryPlan
-from pwjax.engine.log import EpochLog
-from pwjax.engine.meter import Meter
-from pwjax.engine.requests import Request, request_seed
-from pwjax.engine.sampling import SamplingArrays, SamplingParams
+from planner import Observation, Plan
+from pwjax.engine.dispatch import Dispatcher
+from pwjax.engine.parts import Model, Parts, Snapshot
+from pwjax.engine.requests import Request, as_requests, request_seed
+from pwjax.engine.sampling import SamplingParams
 from pwjax.engine.scheduler import Scheduler
 from pwjax.engine.sequence import Completion, Piece, Sequence, refused
-from pwjax.engine.steps import STOP_IDS, Sampled, Slots, StepShapes
-from pwjax.engine.text import Tokenizer
-from pwjax.environment import versions
+from pwjax.engine.statistics import run_statistics
+from pwjax.engine.steps import Sampled
 from pwjax.errors import PromptError, PWJaxError
-from pwjax.memory import Arena, KVPages, PageAllocator, Pager, PageTable, PageTableState, program_memory
-from pwjax.memory.host_store import HostStore
-from pwjax.memory.transfer import Transfer
+from pwjax.memory import PageTable
+from pwjax.models import RoutingStats
 
 # Boundaries over which the growth of running sequences counts as pressure: demotions must land before KV runs out.
 LOOKAHEAD_BOUNDARIES = 8
 # Weight of the newest dispatch in the running routing mass.
 MASS_DECAY = 0.05
-
-
-@dataclass(frozen=True)
-class Model:
-    """What a forward needs besides arrays; hashable, so it can be a static argument."""
-
-    shapes: StepShapes
-
-    @property
-    def config(self):
-        """The model's configuration."""
-        return self.shapes.config
-
-    @property
-    def geometry(self):
-        """Page geometry of the arena."""
-        return self.shapes.geometry
-
-
-class Snapshot(NamedTuple):
-    """What :func:`pwjax.plan` works from: the block table, the state of the arena, and bytes of a page."""
-
-    table: BlockTable
-    observation: Observation
-    page_bytes: int
-
-
-class Parts(NamedTuple):
-    """Everything an engine is assembled from; made by :func:`pwjax.load`."""
-
-    shapes: StepShapes
-    memory: MemoryPlan
-    table: BlockTable
-    params: dict
-    programs: dict[tuple[str, int], jax.stages.Compiled]
-    arena: Arena
-    allocator: PageAllocator
-    kv: KVPages
-    page_table: PageTableState
-    pager: Pager
-    transfer: Transfer
-    store: HostStore
-    policy: Policy
-    tokenizer: Tokenizer | None
-    meter: Meter
-    log: EpochLog
-    start_bits: np.ndarray
-    moves: bool
-    seed: int
 
 
 class Engine:
@@ -105,8 +52,9 @@ class Engine:
         self.frozen_plan = not parts.moves
         self._boundary_index = 0
         self._order = 0
+        self._dispatcher = Dispatcher(parts)
         self._mass = np.array(parts.table.routing_mass, np.float64)
-        self._lowest_bits = self._start_bits = parts.table.mean_bits(parts.start_bits)
+        self._lowest_bits = parts.table.mean_bits(parts.start_bits)
         self._refused: list[Completion] = []
         self._last_failure: str | None = None
         self._locked = False
@@ -114,9 +62,6 @@ class Engine:
         self._stalled_at = -1
         # Whether all that the pager has left are moves that wait for free pages.
         self._starved = False
-        # What a program adds to the live buffers while it runs; arguments are among the live ones.
-        sizes = {key: program_memory(program) for key, program in parts.programs.items()}
-        self._program_bytes = {key: m.temp_bytes + m.output_bytes - m.alias_bytes for key, m in sizes.items()}
 
     # Requests
 
@@ -271,85 +216,22 @@ class Engine:
         self._refused.append(replace(alone.completion(), finish_reason="refused", error=reason))
 
     def _prefill(self, sequence: Sequence) -> list[Piece | Completion]:
-        parts, shapes = self.parts, self.parts.shapes
-        left = sequence.prefill_target - sequence.kv_tokens
-        # Depends on the prompt alone, so that neighbours and pressure do not change how it is cut.
-        bucket = next((c for c in shapes.chunks if c >= left), shapes.chunks[-1])
-        count = min(left, bucket)
-        tokens = np.zeros((1, bucket), np.int32)
-        tokens[0, :count] = sequence.tokens(sequence.kv_tokens, count)
-        slots = self._slots([sequence], [count])
-        with parts.meter.prefill.timed():
-            sampled, rows, stats = self._run(("prefill", bucket), tokens, np.int32(sequence.slot), slots)
-            places = self._places(sequence, count, bucket)
-            parts.arena.commit_kv(*places, rows)
-            sampled = jax.device_get(sampled)
-        parts.meter.prefill.tokens += count
+        sampled, stats = self._dispatcher.prefill(sequence)
         self._observe_routing(stats)
-        sequence.kv_tokens += count
+        # The token after a prompt that had to be computed again is there already.
         if sequence.kv_tokens < sequence.prefill_target or sequence.generated:
             return []
         return self._push(sequence, sampled, 0)
 
     def _decode(self, limits: list[int]) -> list[Piece | Completion]:
-        parts, shapes = self.parts, self.parts.shapes
         running = [s if limit else None for s, limit in zip(self.scheduler.slots, limits, strict=True)]
-        last = np.array([s.generated[-1] if s else 0 for s in running], np.int32)
-        with parts.meter.decode.timed():
-            key = ("decode", shapes.decode_tokens)
-            sampled, rows, stats = self._run(key, last, self._slots(running, limits))
-            sampled = jax.device_get(sampled)
+        sampled, stats = self._dispatcher.decode(running, limits)
         self._observe_routing(stats)
-        events, places = [], []
-        for slot, sequence in enumerate(running):
-            fed = int(sampled.live[:, slot].sum()) if sequence else 0
-            parts.meter.decode.tokens += fed
-            if sequence:
-                places.append(self._places(sequence, fed, shapes.decode_tokens))
-                sequence.kv_tokens += fed
-            else:
-                places.append(parts.kv.dropped(shapes.decode_tokens))
-        page, word = (np.stack([place[i] for place in places], axis=2) for i in (0, 1))
-        parts.arena.commit_kv(page, word, rows)
+        events = []
         for slot, sequence in enumerate(running):
             if sequence:
                 events += self._push(sequence, sampled, slot)
         return events
-
-    def _run(self, key: tuple[str, int], *arguments) -> tuple[Sampled, jax.Array, Any]:
-        parts = self.parts
-        parts.kv.apply()
-        parts.meter.observe(self._program_bytes[key])
-        program = parts.programs[key]
-        return program(parts.params, parts.arena.array, parts.page_table.table, parts.kv.table, *arguments)
-
-    def _places(self, sequence: Sequence, count: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where ``count`` new tokens go, padded with dropped places: page and word, int32[L, 2, width]."""
-        kv = self.parts.kv
-        page, word = kv.positions(sequence.slot, sequence.kv_tokens, count)
-        drop_page, drop_word = kv.dropped(width - count)
-        return np.concatenate([page, drop_page], -1), np.concatenate([word, drop_word], -1)
-
-    def _slots(self, sequences: Seq[Sequence | None], limits: Seq[int]) -> Slots:
-        """Per-slot arguments of a dispatch; None is an empty slot."""
-        stop_ids = np.full((len(sequences), STOP_IDS), -1, np.int32)
-        for row, sequence in zip(stop_ids, sequences, strict=True):
-            ids = self._stop_ids(sequence) if sequence else ()
-            row[: len(ids)] = ids
-        sampling = [s.request.sampling if s else None for s in sequences]
-        return Slots(
-            past=np.array([s.kv_tokens if s else 0 for s in sequences], np.int32),
-            limit=np.array(limits, np.int32),
-            stop_ids=stop_ids,
-            seeds=np.array([s.seed if s else 0 for s in sequences], np.uint32),
-            params=SamplingArrays.of(sampling),
-            want_top=np.bool_(any(p and p.logprobs for p in sampling)),
-        )  # pyright: ignore[reportArgumentType]
-
-    def _stop_ids(self, sequence: Sequence) -> tuple[int, ...]:
-        sampling = sequence.request.sampling
-        eos = () if sampling.ignore_eos else self.config.eos_token_ids
-        return (*eos, *sampling.stop_token_ids)[:STOP_IDS]
 
     def _push(self, sequence: Sequence, sampled: Sampled, slot: int) -> list[Piece | Completion]:
         """Hand the tokens of a dispatch to a sequence, and end it where one of them does."""
@@ -373,7 +255,7 @@ class Engine:
             self._log("finish", id=completion.id, reason=completion.finish_reason, tokens=completion.generated_tokens)
         return events
 
-    def _observe_routing(self, stats) -> None:
+    def _observe_routing(self, stats: RoutingStats) -> None:
         mass = np.asarray(stats.mass, np.float64)
         total = mass.sum(-1, keepdims=True)
         if np.all(total > 0):
@@ -437,57 +319,11 @@ class Engine:
         finally:
             self._locked = False
 
-    # Reports
+    # Reports and end
 
     def stats(self) -> dict:
         """The object that ``--stats`` writes: memory, precision, compile, throughput, transfers, versions."""
-        parts, memory = self.parts, self.parts.memory
-        counters, bits = parts.pager.counters, parts.pager.committed
-        device_peak = parts.meter.device_peak()
-        peak = max(parts.meter.peak_bytes, device_peak or 0)
-        return {
-            "memory": {
-                "budget_bytes": memory.budget_bytes,
-                "dense_bytes": memory.dense_bytes,
-                "table_bytes": memory.table_bytes,
-                "arena_bytes": memory.arena_bytes,
-                "step_bytes": memory.step_bytes,
-                "commit_bytes": memory.commit_bytes,
-                "staging_bytes": memory.staging_bytes,
-                "peak_bytes": peak,
-                "page_bytes": memory.page_bytes,
-                "pages_total": memory.num_pages,
-                "pages_weights_min": memory.weights_min_pages,
-                "pages_weights_max": memory.weights_max_pages,
-                "pages_kv_peak": parts.kv.peak_pages,
-            },
-            "precision": {
-                "epochs": counters.epochs,
-                "demotions": counters.demotions,
-                "promotions": counters.promotions,
-                "mean_bits_start": self._start_bits,
-                "mean_bits_min": self._lowest_bits,
-                "mean_bits_end": parts.table.mean_bits(bits),
-                "histogram": {str(b): int(n) for b, n in parts.table.histogram(bits).items()},
-            },
-            "compile": {
-                "programs": [{"kind": kind, "bucket": bucket} for kind, bucket in parts.programs],
-                "recompiles_after_warmup": parts.meter.recompiles,
-            },
-            "throughput": {
-                "prefill_tokens_per_s": parts.meter.prefill.per_second,
-                "decode_tokens_per_s": parts.meter.decode.per_second,
-            },
-            "transfers": {
-                "bytes": counters.bytes,
-                "pages": counters.pages,
-                "failed": counters.failed,
-                "blocks_given_up": int(parts.pager.given_up.sum()),
-                "last_failure": self._last_failure,
-            },
-            "scheduler": {"slots": parts.shapes.slots, "preemptions": self.scheduler.preemptions},
-            "versions": versions(),
-        }
+        return run_statistics(self.parts, self.scheduler.preemptions, self._lowest_bits, self._last_failure)
 
     def close(self) -> None:
         """Stop the transfers and free the device memory; harmless when done twice."""
@@ -553,28 +389,3 @@ class Engine:
             raise PWJaxError("the engine is closed; make another one with pwjax.load")
         if self._locked:
             raise PWJaxError("the engine is frozen: leave the engine.frozen() block before it can step or apply a plan")
-
-
-def as_requests(
-    prompts: str | Request | Iterable[str | Request], sampling: SamplingParams | Seq[SamplingParams] | None
-) -> list[Request]:
-    """Requests of what :meth:`Engine.generate` takes; ids of plain prompts are their index. PromptError, UsageError."""
-    items = [prompts] if not isinstance(prompts, Iterable) or isinstance(prompts, str | bytes) else list(prompts)
-    for index, item in enumerate(items):
-        if not isinstance(item, str | Request):
-            raise PromptError(
-                f"prompt {index} is {type(item).__name__}; give a string, or pwjax.Request(id, "
-                "prompt_token_ids=(...)) for token ids"
-            )
-    if sampling is None or isinstance(sampling, SamplingParams):
-        sampling = [sampling or SamplingParams()] * len(items)
-    if len(sampling) != len(items):
-        raise PromptError(f"{len(items)} prompts need as many sampling parameters, got {len(sampling)}")
-    requests = [
-        item if isinstance(item, Request) else Request(index, item, None, params)
-        for index, (item, params) in enumerate(zip(items, sampling, strict=True))
-    ]
-    keys = [r.key for r in requests]
-    if len(set(keys)) < len(keys):
-        raise PromptError("two prompts have the same id; ids must be unique")
-    return requests

@@ -62,6 +62,31 @@ class Request:
         return replace(self, prompt_token_ids=ids)
 
 
+def as_requests(
+    prompts: str | Request | Iterable[str | Request], sampling: SamplingParams | Sequence[SamplingParams] | None
+) -> list[Request]:
+    """Requests of what :meth:`Engine.generate` takes; ids of plain prompts are their index. PromptError, UsageError."""
+    items = [prompts] if not isinstance(prompts, Iterable) or isinstance(prompts, str | bytes) else list(prompts)
+    for index, item in enumerate(items):
+        if not isinstance(item, str | Request):
+            raise PromptError(
+                f"prompt {index} is {type(item).__name__}; give a string, or pwjax.Request(id, "
+                "prompt_token_ids=(...)) for token ids"
+            )
+    if sampling is None or isinstance(sampling, SamplingParams):
+        sampling = [sampling or SamplingParams()] * len(items)
+    if len(sampling) != len(items):
+        raise PromptError(f"{len(items)} prompts need as many sampling parameters, got {len(sampling)}")
+    requests = [
+        item if isinstance(item, Request) else Request(index, item, None, params)
+        for index, (item, params) in enumerate(zip(items, sampling, strict=True))
+    ]
+    keys = [r.key for r in requests]
+    if len(set(keys)) < len(keys):
+        raise PromptError("two prompts have the same id; ids must be unique")
+    return requests
+
+
 def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
     """Raise PromptError for the first id that is outside ``0..vocab_size-1``."""
     for at, token in enumerate(ids):

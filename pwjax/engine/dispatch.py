@@ -1,0 +1,100 @@
+"""Dispatches: sequences to the arguments of a compiled step, and the fresh KV rows of its tokens to their pages.
+
+Pages for every token that a dispatch can commit are reserved before it (see ``engine.scheduler``).
+"""
+
+from collections.abc import Sequence as Seq
+
+import jax
+import numpy as np
+
+from pwjax.engine.parts import Parts
+from pwjax.engine.sampling import SamplingArrays
+from pwjax.engine.sequence import Sequence
+from pwjax.engine.steps import STOP_IDS, Sampled, Slots
+from pwjax.memory import program_memory
+from pwjax.models import RoutingStats
+
+
+class Dispatcher:
+    """Runs the programs of an engine, commits what they computed and advances ``kv_tokens`` of its sequences."""
+
+    def __init__(self, parts: Parts):
+        self._parts = parts
+        # What a program adds to the live buffers while it runs; arguments are among the live ones.
+        sizes = {key: program_memory(program) for key, program in parts.programs.items()}
+        self._program_bytes = {key: m.temp_bytes + m.output_bytes - m.alias_bytes for key, m in sizes.items()}
+
+    def prefill(self, sequence: Sequence) -> tuple[Sampled, RoutingStats]:
+        """The next chunk of a sequence; the sampled token (on the host) counts after the last chunk only."""
+        parts, shapes = self._parts, self._parts.shapes
+        left = sequence.prefill_target - sequence.kv_tokens
+        # Depends on the prompt alone, so that neighbours and pressure do not change how it is cut.
+        bucket = next((c for c in shapes.chunks if c >= left), shapes.chunks[-1])
+        count = min(left, bucket)
+        tokens = np.zeros((1, bucket), np.int32)
+        tokens[0, :count] = sequence.tokens(sequence.kv_tokens, count)
+        slots = self._slots([sequence], [count])
+        with parts.meter.prefill.timed():
+            sampled, rows, stats = self._run(("prefill", bucket), tokens, np.int32(sequence.slot), slots)
+            parts.arena.commit_kv(*self._places(sequence, count, bucket), rows)
+            sampled = jax.device_get(sampled)
+        parts.meter.prefill.tokens += count
+        sequence.kv_tokens += count
+        return sampled, stats
+
+    def decode(self, running: Seq[Sequence | None], limits: Seq[int]) -> tuple[Sampled, RoutingStats]:
+        """Up to ``limits[slot]`` tokens of the sequence in every slot, None sits out; the tokens are on the host."""
+        parts, tokens = self._parts, self._parts.shapes.decode_tokens
+        last = np.array([s.generated[-1] if s else 0 for s in running], np.int32)
+        with parts.meter.decode.timed():
+            sampled, rows, stats = self._run(("decode", tokens), last, self._slots(running, limits))
+            sampled = jax.device_get(sampled)
+        places = []
+        for slot, sequence in enumerate(running):
+            if sequence is None:
+                places.append(parts.kv.dropped(tokens))
+                continue
+            fed = int(sampled.live[:, slot].sum())
+            places.append(self._places(sequence, fed, tokens))
+            parts.meter.decode.tokens += fed
+            sequence.kv_tokens += fed
+        page, word = (np.stack([place[i] for place in places], axis=2) for i in (0, 1))
+        parts.arena.commit_kv(page, word, rows)
+        return sampled, stats
+
+    def _run(self, key: tuple[str, int], *arguments) -> tuple[Sampled, jax.Array, RoutingStats]:
+        parts = self._parts
+        parts.kv.apply()
+        parts.meter.observe(self._program_bytes[key])
+        program = parts.programs[key]
+        return program(parts.params, parts.arena.array, parts.page_table.table, parts.kv.table, *arguments)
+
+    def _places(self, sequence: Sequence, count: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where ``count`` new tokens go, padded with dropped places: page and word, int32[L, 2, width]."""
+        kv = self._parts.kv
+        page, word = kv.positions(sequence.slot, sequence.kv_tokens, count)
+        drop_page, drop_word = kv.dropped(width - count)
+        return np.concatenate([page, drop_page], -1), np.concatenate([word, drop_word], -1)
+
+    def _slots(self, sequences: Seq[Sequence | None], limits: Seq[int]) -> Slots:
+        """Per-slot arguments of a dispatch; None is an empty slot."""
+        stop_ids = np.full((len(sequences), STOP_IDS), -1, np.int32)
+        for row, sequence in zip(stop_ids, sequences, strict=True):
+            ids = self._stop_ids(sequence) if sequence else ()
+            row[: len(ids)] = ids
+        sampling = [s.request.sampling if s else None for s in sequences]
+        return Slots(
+            past=np.array([s.kv_tokens if s else 0 for s in sequences], np.int32),
+            limit=np.array(limits, np.int32),
+            stop_ids=stop_ids,
+            seeds=np.array([s.seed if s else 0 for s in sequences], np.uint32),
+            params=SamplingArrays.of(sampling),
+            want_top=np.bool_(any(p and p.logprobs for p in sampling)),
+        )  # pyright: ignore[reportArgumentType]
+
+    def _stop_ids(self, sequence: Sequence) -> tuple[int, ...]:
+        """Those that the program looks for; the rest is found by ``Sequence.push`` when the dispatch is over."""
+        sampling = sequence.request.sampling
+        eos = () if sampling.ignore_eos else self._parts.shapes.config.eos_token_ids
+        return (*eos, *sampling.stop_token_ids)[:STOP_IDS]
