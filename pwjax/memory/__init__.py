@@ -1,9 +1,9 @@
 """Device memory: one arena of pages, who owns them, the tables that point at them, and the pager that moves them."""
 
 # The arena and its owner
+from pwjax.memory.allocator import PageAllocator as PageAllocator
+from pwjax.memory.allocator import PageError as PageError
 from pwjax.memory.arena import Arena as Arena
-from pwjax.memory.arena import PageAllocator as PageAllocator
-from pwjax.memory.arena import PageError as PageError
 from pwjax.memory.arena import commit_programs as commit_programs
 from pwjax.memory.arena import program_memory as program_memory
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.pages import RowLayout, ceil_div
-from pwjax.memory.arena import PageAllocator, PageError
+from pwjax.memory.allocator import PageAllocator, PageError
 
 # Table columns (one turn of one slot, every layer) that one scatter sets.
 UPDATE_TURNS = 16

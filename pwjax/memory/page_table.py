@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.pages import Geometry
-from pwjax.memory.arena import PageAllocator, PageError
+from pwjax.memory.allocator import PageAllocator, PageError
 
 # Blocks one scatter changes; a larger plan takes several calls within one epoch.
 UPDATE_BLOCKS = 32

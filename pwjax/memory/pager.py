@@ -23,7 +23,8 @@ from contextlib import suppress
 import numpy as np
 
 from pallas_kernels.pages import Geometry
-from pwjax.memory.arena import Arena, PageAllocator, PageError, padded_pages
+from pwjax.memory.allocator import PageAllocator, PageError
+from pwjax.memory.arena import Arena, padded_pages
 from pwjax.memory.moves import Move, MoveShape, make_move, move_shape
 from pwjax.memory.page_table import PageTableState, block_owner
 from pwjax.memory.report import BoundaryReport, Commit, Counters, Outcome

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pwjax.memory.arena import Arena, PageAllocator, PageError, program_memory
+from pwjax.memory.allocator import PageAllocator, PageError
+from pwjax.memory.arena import Arena, program_memory
 from pwjax.memory.kv import KVPages, compile_kv_table_updates, kv_owner
 
 

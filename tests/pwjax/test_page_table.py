@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.pages import BlockShape, Geometry
-from pwjax.memory.arena import PageAllocator, PageError, program_memory
+from pwjax.memory.allocator import PageAllocator, PageError
+from pwjax.memory.arena import program_memory
 from pwjax.memory.page_table import PageTable, PageTableState, block_owner, compile_table_update
 
 GEOMETRY = Geometry(64, (2, 3, 4), True, BlockShape(32, 64, 4), BlockShape(32, 32, 4))

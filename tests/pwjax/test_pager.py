@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.pages import BlockShape, Geometry
-from pwjax.memory.arena import Arena, PageAllocator, PageError, padded_pages
+from pwjax.memory.allocator import PageAllocator, PageError
+from pwjax.memory.arena import Arena, padded_pages
 from pwjax.memory.faults import FakeStore, Fate, FaultyTransfer
 from pwjax.memory.kv import KVPages
 from pwjax.memory.moves import move_shape
