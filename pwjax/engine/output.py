@@ -52,15 +52,15 @@ class ResultWriter:
         self._prompts: dict[str, int] = {}
         if self.path.exists() and not self.path.is_file():
             raise UsageError(f"the output {self.path} is a directory or device; name a file, or leave --output out")
-        had_results = self._check_owner()
         try:
             # Not "a": on some systems an appending descriptor cannot be cut back to the last good record.
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
         except OSError as error:
             raise UsageError(f"cannot write the output {self.path}: {error.strerror}") from error
         try:
+            # The lock first: a run that was just ending may still have made the file somebody's.
             self._lock()
-            if not had_results:
+            if not self._check_owner():
                 # Before the first result, so that there is never a result whose settings are unknown.
                 self._write_meta()
             self._end = self._recover()

@@ -106,6 +106,22 @@ def test_other_settings_are_refused_and_named(tmp_path):
     assert path.read_bytes() == before
 
 
+def test_results_that_came_while_another_run_opened_the_file_are_kept_apart(tmp_path, monkeypatch):
+    path, lock = tmp_path / "out.jsonl", ResultWriter._lock
+
+    def late(self):
+        monkeypatch.setattr(ResultWriter, "_lock", lock)
+        with ResultWriter(path, SETTINGS) as first:
+            first.write({"id": 1})
+        lock(self)
+
+    monkeypatch.setattr(ResultWriter, "_lock", late)
+    with pytest.raises(UsageError, match="other settings"):
+        ResultWriter(path, {**SETTINGS, "bits": 5})
+    with ResultWriter(path, SETTINGS) as writer:
+        assert writer.finished == {"1"}
+
+
 def test_a_file_of_somebody_else_is_refused(tmp_path):
     path = tmp_path / "out.jsonl"
     path.write_text('{"id": 1}\n')
