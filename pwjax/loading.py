@@ -95,6 +95,12 @@ def outlook(
         raise UsageError(f"unknown policy {policy!r}; choose from {', '.join(POLICIES)}")
     chunks = tuple(c for c in chunks if c < context) or (min(chunks),)
     shapes = StepShapes(config, geometry, batch, context, chunks, decode_tokens, kv_dtype)
+    if shapes.row_words > geometry.page_words:
+        smaller = "" if kv_dtype == "bfloat16" else "use --kv-dtype bfloat16, or "
+        raise UsageError(
+            f"a page of this model holds {geometry.page_bytes} bytes, but K of one token in one layer takes "
+            f"{shapes.row_words * 4} in {kv_dtype}; {smaller}quantize with larger pages"
+        )
     params = params_spec(config)
 
     def measure(form: StepShapes) -> MemoryPlan:

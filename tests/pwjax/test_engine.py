@@ -1,6 +1,7 @@
 """The engine end to end on a tiny model: oracles, frozen plans, pressure, refusals, determinism."""
 
 import json
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -246,6 +247,13 @@ def test_stop_strings_and_tokens(tiny_artifact):
 def test_bad_options_are_one_sentence(tiny_artifact, options, words):
     with pytest.raises(UsageError, match=words):
         load(tiny_artifact, **options)
+
+
+def test_kv_rows_that_no_page_holds_are_refused_with_a_way_out(tiny_artifact):
+    artifact = Artifact.open(tiny_artifact)
+    artifact.config = replace(artifact.config, num_heads=16, num_kv_heads=16)
+    with pytest.raises(UsageError, match="256 bytes.*takes 512 in float32; use --kv-dtype bfloat16"):
+        outlook(artifact, kv_dtype="float32")
 
 
 def test_cancelled_work_frees_its_pages(tiny_artifact):
