@@ -332,8 +332,10 @@ class Engine:
         self.parts.transfer.close()
         self.parts.store.close()
         self.parts.log.close()
-        if not self.parts.arena.array.is_deleted():
-            self.parts.arena.delete()
+        device = (self.parts.params, self.parts.arena.array, self.parts.page_table.table, self.parts.kv.table)
+        for array in jax.tree.leaves(device):
+            if not array.is_deleted():
+                array.delete()
 
     def __enter__(self) -> "Engine":
         return self

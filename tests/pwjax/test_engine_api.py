@@ -1,5 +1,6 @@
 """The engine as a library: what it takes, and what it says when it is handed something else."""
 
+import jax
 import pytest
 
 import pwjax
@@ -48,6 +49,8 @@ def test_a_closed_engine_says_so(tiny_artifact):
     engine = pwjax.load(tiny_artifact, batch=2, context=64)
     engine.close()
     engine.close()
+    device = (engine.parts.params, engine.parts.arena.array, engine.parts.page_table.table, engine.parts.kv.table)
+    assert all(array.is_deleted() for array in jax.tree.leaves(device))
     for use in (lambda: engine.generate("x", FOUR), engine.step, engine.settle, lambda: list(engine.stream("x"))):
         with pytest.raises(pwjax.PWJaxError, match="the engine is closed"):
             use()
