@@ -51,14 +51,14 @@ def command(
     A line of --prompts is a JSON string, or an object with "prompt" or "prompt_token_ids", and optionally "id" and
     sampling fields such as "max_tokens", "temperature", "seed", "stop", "stop_token_ids", "logprobs".
     """
-    # Checked before JAX is imported: a typing error should not cost seconds.
-    from pwjax.engine.requests import Request, read_requests, request_seed
-    from pwjax.engine.sampling import SamplingParams
-
     if (prompt is None) == (prompts is None):
         raise UsageError("give one prompt, or --prompts FILE" + (", not both" if prompt is not None else ""))
     if output and not prompts:
         raise UsageError("--output keeps the results of a job: give --prompts FILE as well")
+    # Imported late: a typing error should not cost the seconds that JAX takes.
+    from pwjax.engine.requests import Request, read_requests, request_seed
+    from pwjax.engine.sampling import SamplingParams
+
     run_seed = sampling.pop("seed")
     defaults = SamplingParams(**{**sampling, "seed": run_seed, "stop": tuple(sampling["stop"])})
     if prompts is not None:

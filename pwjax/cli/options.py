@@ -32,6 +32,7 @@ class EngineOptions:
     bits: int | None = None
     policy: str = DEFAULT_POLICY
 
+
 class BytesParam(click.ParamType):
     """A click option type that gives an int of bytes."""
 

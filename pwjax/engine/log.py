@@ -1,8 +1,8 @@
 """The epoch log: JSON lines, a header first, then one line for every boundary at which something happened."""
 
 import json
+import os
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TextIO
 
 from pwjax.errors import PWJaxError, UsageError
@@ -16,7 +16,7 @@ class EpochLog:
     UsageError where the file cannot be opened, PWJaxError where a record cannot be written.
     """
 
-    def __init__(self, path: str | Path | None, header: dict[str, Any]):
+    def __init__(self, path: str | os.PathLike | None, header: dict[str, Any]):
         self._file: TextIO | None = None
         self._path = path
         if path is None:
