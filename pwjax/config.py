@@ -108,9 +108,8 @@ class ModelConfig:
             raise CheckpointError("config.json: layer_types other than 'full_attention' are not supported")
         missing = [key for key in _FIELDS if key not in data and key not in ("head_dim", "rope_theta")]
         theta = data.get("rope_theta", rope.get("rope_theta"))
-        if theta is None:
-            missing.append("rope_theta")
-        if missing:
+        if missing or theta is None:
+            missing += ["rope_theta"] * (theta is None)
             raise CheckpointError(f"config.json lacks {', '.join(missing)}")
         known = {*_FIELDS, *_IGNORED, *_ONLY, "rope_parameters", "layer_types"}
         unknown = sorted(set(data) - known)

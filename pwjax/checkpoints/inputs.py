@@ -41,7 +41,7 @@ def checked_params(params: Any, config: ModelConfig) -> dict[str, np.ndarray | L
     return flat
 
 
-def bf16(value: np.ndarray) -> np.ndarray:
+def bf16(value: np.ndarray | LayerStack) -> np.ndarray:
     """As bfloat16, without a copy where it is already."""
     return np.asarray(value).astype(ml_dtypes.bfloat16, copy=False)
 

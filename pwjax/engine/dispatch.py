@@ -4,6 +4,7 @@ Pages for every token that a dispatch can commit are reserved before it (see ``e
 """
 
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import jax
 import numpy as np
@@ -84,14 +85,15 @@ class Dispatcher:
             ids = self._stop_ids(sequence) if sequence else ()
             row[: len(ids)] = ids
         sampling = [s.request.sampling if s else None for s in sequences]
-        return Slots(
-            past=np.array([s.kv_tokens if s else 0 for s in sequences], np.int32),
-            limit=np.array(limits, np.int32),
-            stop_ids=stop_ids,
-            seeds=np.array([s.seed if s else 0 for s in sequences], np.uint32),
-            params=SamplingArrays.of(sampling),
-            want_top=np.bool_(any(p and p.logprobs for p in sampling)),
-        )  # pyright: ignore[reportArgumentType]
+        # Host arrays, which a compiled program takes where it declares device arrays.
+        host: dict[str, Any] = {
+            "past": np.array([s.kv_tokens if s else 0 for s in sequences], np.int32),
+            "limit": np.array(limits, np.int32),
+            "stop_ids": stop_ids,
+            "seeds": np.array([s.seed if s else 0 for s in sequences], np.uint32),
+            "want_top": np.bool_(any(p and p.logprobs for p in sampling)),
+        }
+        return Slots(**host, params=SamplingArrays.of(sampling))
 
     def _stop_ids(self, sequence: Sequence) -> tuple[int, ...]:
         """Those that the program looks for; the rest is found by ``Sequence.push`` when the dispatch is over."""

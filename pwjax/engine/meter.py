@@ -22,7 +22,7 @@ def compilations() -> int:
     return _compilations
 
 
-def _count(event: str, _seconds: float, **_kwargs) -> None:
+def _count(event: str, duration_secs: float, **_kwargs: str | int) -> None:
     global _compilations
     _compilations += event == _COMPILE_EVENT
 

@@ -20,7 +20,7 @@ from pallas_kernels.pages import Geometry
 from pwjax.config import ModelConfig
 from pwjax.engine.sampling import MAX_LOGPROBS, SamplingArrays, sample, top_logprobs
 from pwjax.memory.page_table import PageTable
-from pwjax.models import Decoder, Fresh, Paged, RoutingStats, logits
+from pwjax.models import Fresh, Paged, RoutingStats, apply, logits
 
 # Stop token ids a slot can have on the device; a request with more is stopped by the host at the boundary.
 STOP_IDS = 8
@@ -113,7 +113,7 @@ def prefill(shapes: StepShapes, params: Any, arena, table: PageTable, kv_table, 
     past = Past(arena, lax.dynamic_slice_in_dim(kv_table, slot, 1), slots.past)
     fresh = Fresh.empty(config, 1, tokens.shape[1], shapes.kv_dtype)
     paged = Paged(arena, table.bits, table.pages, shapes.geometry)
-    out = Decoder(config).apply({"params": params}, tokens, positions, valid, fresh, past, paged)
+    out = apply(config, params, tokens, positions, valid, fresh, past, paged)
     last = lax.dynamic_index_in_dim(out.hidden, slots.limit[0] - 1, axis=1, keepdims=False)
     choice = _choose(params, last, slots, slots.past + slots.limit)
     sampled = Sampled(*(a[None] for a in choice), live=jnp.ones((1, 1), bool))
@@ -133,8 +133,7 @@ def decode(shapes: StepShapes, params: Any, arena, table: PageTable, kv_table, l
     def one(carry, j):
         token, fresh, live, stats = carry
         position = slots.past + j
-        inputs = token[:, None], position[:, None], live[:, None]
-        out = Decoder(config).apply({"params": params}, *inputs, fresh, past, paged)
+        out = apply(config, params, token[:, None], position[:, None], live[:, None], fresh, past, paged)
         choice = _choose(params, out.hidden[:, 0], slots, position + 1)
         stopped = jnp.any(choice[0][:, None] == slots.stop_ids, axis=-1)
         carry = (choice[0], out.fresh, live & ~stopped & (j + 1 < slots.limit), jax.tree.map(jnp.add, stats, out.stats))
@@ -153,7 +152,7 @@ def _no_stats(config: ModelConfig) -> RoutingStats:
 def compile_step(shapes: StepShapes, key: tuple[str, int], num_pages: int, params: Any) -> jax.stages.Compiled:
     """Compile one program for an arena of ``num_pages``; ``params`` are dense parameters or their shapes."""
     kind, bucket = key
-    spec = jax.ShapeDtypeStruct
+    spec: Any = jax.ShapeDtypeStruct  # stands for arrays wherever these are declared
     config, geometry = shapes.config, shapes.geometry
     layers, experts = config.num_layers, config.num_experts
     turns = -(-shapes.context // (geometry.page_words // shapes.row_words))

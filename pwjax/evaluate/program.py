@@ -8,6 +8,7 @@ of a whole window.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,11 +73,10 @@ def token_nll(
 @lru_cache(maxsize=8)
 def compile_score(shapes: ScoreShapes, num_pages: int) -> jax.stages.Compiled:
     """Program ``(params, arena, table, tokens, lengths) -> nll`` of :func:`token_nll`."""
-    spec, config, geometry = jax.ShapeDtypeStruct, shapes.config, shapes.geometry
+    spec: Any = jax.ShapeDtypeStruct  # stands for arrays wherever these are declared
+    config, geometry = shapes.config, shapes.geometry
     blocks = (config.num_layers, config.num_experts, 2)
-    table = PageTable(
-        spec(blocks, jnp.int32), spec((*blocks, geometry.slots), jnp.int32), spec((), jnp.int32)
-    )  # fmt: skip
+    table = PageTable(spec(blocks, jnp.int32), spec((*blocks, geometry.slots), jnp.int32), spec((), jnp.int32))
     arena = spec((num_pages, geometry.page_words), jnp.uint32)
     tokens, lengths = spec((shapes.batch, shapes.window), jnp.int32), spec((shapes.batch,), jnp.int32)
     program = jax.jit(partial(token_nll, shapes))

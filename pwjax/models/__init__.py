@@ -3,6 +3,7 @@
 from pwjax.models.decoder import Decoder as Decoder
 from pwjax.models.decoder import Fresh as Fresh
 from pwjax.models.decoder import Output as Output
+from pwjax.models.decoder import apply as apply
 from pwjax.models.decoder import forward as forward
 from pwjax.models.decoder import init_params as init_params
 from pwjax.models.decoder import logits as logits

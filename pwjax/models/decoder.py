@@ -105,7 +105,7 @@ class Decoder(nn.Module):
             DecoderLayer,
             variable_axes={"params": 0},
             split_rngs={"params": True},
-            in_axes=(0, *(nn.broadcast,) * 5),
+            in_axes=(0, *(nn.broadcast,) * 5),  # pyright: ignore[reportArgumentType]
             length=config.num_layers,
         )(config, name="layers")
         x = as_float(jnp.asarray(embedding)[tokens])
@@ -115,6 +115,21 @@ class Decoder(nn.Module):
         carry, (k, v, stats) = layers(carry, scanned, positions, valid, fresh.filled, past, shell)
         scale = self.param("norm", _group(scale=(nn.initializers.ones, (config.hidden_size,))))["scale"]
         return Output(rms_norm(carry[0], scale, config.rms_eps), Fresh(k, v, fresh.filled + tokens.shape[1]), stats)
+
+
+def apply(
+    config: ModelConfig,
+    params: dict,
+    tokens: jax.Array,
+    positions: jax.Array,
+    valid: jax.Array,
+    fresh: Fresh,
+    past: Past | None = None,
+    paged: Paged | None = None,
+) -> Output:
+    """The pure forward of training, calibration and compiled steps: :class:`Decoder` on ``params``."""
+    inputs = tokens, positions, valid, fresh, past, paged
+    return Decoder(config).apply({"params": params}, *inputs)  # pyright: ignore[reportReturnType]
 
 
 def _group(**leaves):
@@ -190,7 +205,7 @@ def forward(
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
     valid = jnp.ones(tokens.shape, bool) if lengths is None else positions < lengths[:, None]
     fresh = Fresh.empty(config, batch, length)
-    return Decoder(config).apply({"params": params}, tokens, positions, valid, fresh, None, paged)
+    return apply(config, params, tokens, positions, valid, fresh, None, paged)
 
 
 def init_params(config: ModelConfig, seed: int = 0) -> dict:

@@ -71,6 +71,7 @@ def moe(
         y = dense_expert_ffn(x, experts, gates, valid, params["experts"]["gate_up"], params["experts"]["down"])
         norms = jnp.zeros((*experts.shape, 2), jnp.float32)
     else:
+        assert paged.bits is not None and paged.pages is not None
         y, norms = expert_ffn(
             x, experts, gates, valid, paged.arena, paged.bits, paged.pages, paged.geometry, paged.implementation
         )
