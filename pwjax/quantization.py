@@ -53,7 +53,9 @@ class Settings:
                 raise UsageError(f'lut_rows must be "auto", a number or a pair of numbers, got {lut_rows!r}')
             groups = None
         else:
-            groups = (lut_rows, lut_rows) if isinstance(lut_rows, int) else tuple(lut_rows)
+            groups = tuple(lut_rows) if isinstance(lut_rows, tuple | list) else (lut_rows, lut_rows)
+            if len(groups) != 2 or not all(isinstance(g, int) for g in groups):
+                raise UsageError(f'lut_rows must be "auto", a number or a pair of numbers, got {lut_rows!r}')
             shapes = manifests.block_shapes(config)
             for name, group, (rows, _) in zip(NAMES, groups, shapes, strict=True):
                 if group < 1 or rows % group:

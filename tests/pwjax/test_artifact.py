@@ -289,6 +289,8 @@ def test_settings_that_cannot_be(tmp_path, params):
     for kwargs, words in (
         ({"lut_rows": 7}, "does not divide the 40 rows of gate_up"),
         ({"lut_rows": "best"}, "auto"),
+        ({"lut_rows": (4, 2, 1)}, "a pair of numbers"),
+        ({"lut_rows": 2.5}, "a pair of numbers"),
         ({"page_words": 8}, "cannot hold"),
         ({"text": "hello"}, "tokenizer"),
         ({"text": np.array([[1, 50]])}, "token 50 is not in the vocabulary"),
