@@ -68,12 +68,13 @@ def test_functional_forward_equals_the_dense_form(tiny_artifact):
     artifact = Artifact.open(tiny_artifact)
     tokens = np.arange(24, dtype=np.int32).reshape(2, 12) * 7 % 300
     with open_engine(tiny_artifact, bits=4) as engine, engine.frozen() as (params, table, arena):
-        got = pwjax.forward(engine.model, params, table, arena, tokens)
+        got = jax.jit(pwjax.forward, static_argnums=0)(engine.model, params, table, arena, tokens)
         with pytest.raises(PWJaxError, match="frozen"):
             engine.step()
     dense = artifact.dense_params()
     dense["layers"]["experts"] = artifact.expert_params(4)
-    want = models.logits(dense, models.forward(artifact.config, dense, tokens).hidden)
+    whole = jax.jit(lambda p: models.logits(p, models.forward(artifact.config, p, tokens).hidden))
+    want = whole(dense)
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 

@@ -35,18 +35,20 @@ def test_padding_reaches_neither_outputs_nor_statistics(config, params):
     np.testing.assert_array_equal(a.hidden[1, :5], b.hidden[1, :5])
     jax.tree.map(np.testing.assert_array_equal, a.stats, b.stats)
     assert np.all(np.asarray(a.stats.count).sum(-1) == config.top_k * lengths.sum())
-    alone = models.forward(config, params, TOKENS[1:, :5])
+    alone = jax.jit(lambda tokens: models.forward(config, params, tokens))(TOKENS[1:, :5])
     np.testing.assert_allclose(a.hidden[1, :5], alone.hidden[0], atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_fresh_tokens_in_pieces_equal_the_whole(config, params, dtype):
+    apply = jax.jit(lambda *inputs: Decoder(config).apply({"params": params}, *inputs))
+
     def run(pieces):
         fresh, out, at = Fresh.empty(config, 2, 12, dtype), [], 0
         for size in pieces:
             positions = jnp.broadcast_to(jnp.arange(at, at + size), (2, size))
             valid = jnp.ones((2, size), bool)
-            result = Decoder(config).apply({"params": params}, TOKENS[:, at : at + size], positions, valid, fresh)
+            result = apply(TOKENS[:, at : at + size], positions, valid, fresh)
             fresh, at = result.fresh, at + size
             out.append(result.hidden)
         return jnp.concatenate(out, 1)
@@ -57,7 +59,7 @@ def test_fresh_tokens_in_pieces_equal_the_whole(config, params, dtype):
 @pytest.mark.parametrize("norm_topk_prob", [False, True])
 def test_routing_mass_sums_to_the_gates(config, params, norm_topk_prob):
     config = replace(config, norm_topk_prob=norm_topk_prob)
-    stats = models.forward(config, params, TOKENS).stats
+    stats = jax.jit(lambda p: models.forward(config, p, TOKENS).stats)(params)
     total = np.asarray(stats.mass).sum(-1)
     assert np.allclose(total, TOKENS.size, rtol=1e-5) == norm_topk_prob and np.all(total <= TOKENS.size * 1.00001)
     np.testing.assert_allclose(np.asarray(stats.prob).sum(-1), TOKENS.size, rtol=1e-5)
@@ -68,10 +70,10 @@ def test_gradients_of_the_paged_form_equal_those_of_the_dense_form(tiny_artifact
     dense = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), artifact.dense_params())
     whole = {**dense, "layers": {**dense["layers"], "experts": artifact.expert_params(3)}}
     loss = lambda hidden: jnp.mean(jnp.sin(hidden))  # noqa: E731
-    want = jax.grad(lambda p: loss(models.forward(config, p, TOKENS).hidden))(whole)
+    want = jax.jit(jax.grad(lambda p: loss(models.forward(config, p, TOKENS).hidden)))(whole)
     with pwjax.load(tiny_artifact, bits=3, batch=1, context=64) as engine, engine.frozen() as (_, table, arena):
         paged = models.Paged(arena, table.bits, table.pages, engine.model.geometry)
-        got = jax.grad(lambda p: loss(models.forward(config, p, TOKENS, paged=paged).hidden))(dense)
+        got = jax.jit(jax.grad(lambda p: loss(models.forward(config, p, TOKENS, paged=paged).hidden)))(dense)
     del want["layers"]["experts"]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=1e-6), got, want)
 
