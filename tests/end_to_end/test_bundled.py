@@ -27,6 +27,7 @@ def test_the_first_command_prints_text_and_a_summary(capsys):
     assert captured.err.splitlines()[-1].startswith("24 tokens in ") and "peak" in captured.err
 
 
+@pytest.mark.slow
 def test_a_job_under_pressure_demotes_promotes_and_keeps_its_budget(tmp_path):
     # KV of the first eight does not fit beside the experts at 6 bits; that of the others leaves room again.
     lines = [
@@ -56,6 +57,7 @@ def perplexities(*widths, **options):
     return {bits: measure_perplexity(None, heldout_documents(), bits=bits, **options).perplexity for bits in widths}
 
 
+@pytest.mark.slow
 def test_perplexity_rises_as_bits_fall():
     found = perplexities(16, 6, 4, 3, window=512, max_tokens=16384)
     assert found[6] < found[4] < found[3]
