@@ -1,5 +1,6 @@
 """Quality-aware precision planning: numbers in, plan out. NumPy only; no JAX, no devices, no clock.
 
+residual    ResidualHeads: how much more a prompt hurts than calibration text
 tables      BlockTable: damage and pages of every block at every width; what calibration hands over
 plan        Plan, Change, PlanStatus: what comes out
 solve       demote, promote, fit, uniform: which blocks to move
@@ -19,6 +20,7 @@ from planner.policy import get_policy as get_policy
 from planner.pressure import Pressure as Pressure
 from planner.pressure import Thresholds as Thresholds
 from planner.pressure import measure as measure
+from planner.residual import ResidualHeads as ResidualHeads
 from planner.solve import demote as demote
 from planner.solve import fit as fit
 from planner.solve import promote as promote

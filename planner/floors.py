@@ -24,33 +24,9 @@ class FloorRule:
 
     def stages(self, table: BlockTable, routing_mass: np.ndarray | None = None) -> list[np.ndarray]:
         """Floor bits int64[n] a stage, strictest first. ``routing_mass`` float[layers, experts]: routing of today."""
-        score = table.damage[:, 0] / table.params
-        if routing_mass is not None:
-            score = score * routing_shift(table, routing_mass)
+        score = table.expected_damage(routing_mass)[:, 0] / table.params
         # Strictly above: blocks that cannot be told apart share the lower bucket.
         bucket = (score[:, None] > np.quantile(score, self.quantiles)).sum(axis=1)
         highest = max(i for i, b in enumerate(table.widths) if b < 16 or i == 0)
         level = np.minimum(bucket, highest)
         return [table.bits(np.maximum(level - stage, 0)) for stage in range(int(level.max()) + 1)]
-
-
-def routing_shift(table: BlockTable, routing_mass: np.ndarray) -> np.ndarray:
-    """How much more each block is used than calibration saw, float64[n]: 1 where nothing changed.
-
-    Both shares of a layer get one expert's fair share added, so that a rare expert's noise stays small; a layer
-    without routing yet counts as unchanged. ``routing_mass`` float[layers, experts], any scale per layer.
-    """
-    mass = np.asarray(routing_mass, float)
-    if mass.shape != table.routing_mass.shape or not np.isfinite(mass).all() or (mass < 0).any():
-        raise ValueError(
-            f"routing_mass must be finite, not negative and of shape {table.routing_mass.shape}, got {mass.shape}"
-        )
-    seen, known = _shares(table.routing_mass), _shares(mass)
-    known = np.where(mass.sum(axis=1, keepdims=True) > 0, known, seen)
-    fair = 1 / table.experts
-    return np.repeat(((known + fair) / (seen + fair)).ravel(), 2)
-
-
-def _shares(mass: np.ndarray) -> np.ndarray:
-    total = mass.sum(axis=1, keepdims=True)
-    return np.where(total > 0, mass / np.where(total > 0, total, 1), 1 / mass.shape[1])

@@ -93,7 +93,7 @@ class Plan:
         changes = []
         for i in np.flatnonzero(old != new).tolist():
             a, b = old[i], new[i]
-            pages, damage = int(table.pages[i, b] - table.pages[i, a]), float(table.damage[i, b] - table.damage[i, a])
+            pages, damage = int(table.pages[i, b] - table.pages[i, a]), float(table.expected[i, b] - table.expected[i, a])
             changes.append(Change(i, *table.locate(i), table.widths[a], table.widths[b], pages, damage))
         return changes
 

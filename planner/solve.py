@@ -109,7 +109,7 @@ def _moves(table: BlockTable, level: np.ndarray, end: np.ndarray) -> tuple[np.nd
     rows, column = np.arange(table.blocks)[:, None], np.arange(len(table.widths))
     at, end = level[:, None], end[:, None]
     pages = table.pages - table.pages[rows, at]
-    damage = table.damage - table.damage[rows, at]
+    damage = table.expected - table.expected[rows, at]
     down = (column < at) & (column >= end) & (pages < 0)
     up = (column > at) & (column <= end) & (pages > 0) & (damage < 0)
     return np.abs(pages), damage, down | up

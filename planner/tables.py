@@ -3,25 +3,33 @@
 Shapes are named once here: ``n`` blocks, ``B`` widths, ``n = layers * experts * 2``. Block
 ``(layer, expert, matrix)`` is row ``(layer * experts + expert) * 2 + matrix``; matrix 0 is ``gate_up``,
 1 is ``down``. Widths ascend and 16 comes last where the model has a fallback. A *level* is a column of
-the tables: the index of a width.
+the tables: the index of a width. A *transition* ``j`` is the step from level ``j + 1`` down to level ``j``.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
+from planner.residual import ResidualHeads
+
 MATRICES = ("gate_up", "down")
+# Shares of an expert's fair share: what calibration says of rarer experts is noise.
+RARE = 0.05
 
 
 @dataclass(frozen=True, eq=False)
 class BlockTable:
     """Damage and pages of all blocks; checked and read-only once made.
 
-    ``damage`` float64[n, B]: predicted quality loss, not negative, never growing with bits, 0 at 16.
-    ``pages`` int64[n, B]: pages a block holds, planes and LUT. A width that takes as many pages as a wider
-    one is legal (a LUT can outgrow its planes) and is simply never worth choosing.
+    ``damage`` float64[n, B]: predicted quality loss, not negative, never growing with bits, 0 at 16. With
+    ``conditional`` it is a mean over the tokens routed to the expert and counts as often as tokens are; without, the
+    routing of calibration is inside. ``pages`` int64[n, B]: pages a block holds, planes and LUT. A width that takes
+    as many pages as a wider one is legal (a LUT can outgrow its planes) and is simply never worth choosing.
     ``params`` int64[n]: weights of a block. ``routing_mass`` float64[layers, experts]: router-weight share of
-    each expert on calibration text. Raises ValueError with the first fault found.
+    each expert on calibration text; ``routing_rate`` of the same shape: choices a token (None: the mass).
+    ``floors`` int64[n] or None: fewest bits that calibration advises. ``heads``: prompt residual, None where
+    calibration has none. Raises ValueError with the first fault found.
     """
 
     layers: int
@@ -31,11 +39,18 @@ class BlockTable:
     pages: np.ndarray
     params: np.ndarray
     routing_mass: np.ndarray
+    routing_rate: np.ndarray | None = None
+    conditional: bool = False
+    floors: np.ndarray | None = None
+    heads: ResidualHeads | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "widths", tuple(int(b) for b in self.widths))
-        for name, dtype in (("damage", float), ("pages", np.int64), ("params", np.int64), ("routing_mass", float)):
-            array = np.array(getattr(self, name), dtype)
+        for name, dtype in _DTYPES.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            array = np.array(value, dtype)
             array.setflags(write=False)
             object.__setattr__(self, name, array)
         self.validate()
@@ -52,8 +67,12 @@ class BlockTable:
             ("pages", (n, len(widths)), 1),
             ("params", (n,), 1),
             ("routing_mass", (self.layers, self.experts), 0),
+            ("routing_rate", (self.layers, self.experts), 0),
+            ("floors", (n,), widths[0]),
         ):
             array = getattr(self, name)
+            if array is None:
+                continue
             if array.shape != shape:
                 raise ValueError(f"{name} must have the shape {shape}, got {array.shape}")
             bad = np.argwhere(~(np.isfinite(array) & (array >= least)))
@@ -69,11 +88,49 @@ class BlockTable:
             )
         if widths[-1] == 16 and self.damage[:, -1].any():
             raise ValueError("damage must be 0 at 16 bits, which are the original weights")
+        if self.floors is not None:
+            self.level(self.floors)
+        if self.heads is not None and self.heads.confidence.shape != (2, len(widths) - 1):
+            raise ValueError(f"residual heads must have the shape {(2, len(widths) - 1)}, got {self.heads.shape}")
 
     @property
     def blocks(self) -> int:
         """Number of blocks, ``n``."""
         return self.layers * self.experts * 2
+
+    @cached_property
+    def expected(self) -> np.ndarray:
+        """Damage a served token, float64[n, B], under the routing of calibration."""
+        if not self.conditional:
+            return self.damage
+        mass = self.routing_mass if self.routing_rate is None else self.routing_rate
+        # What was never chosen is rare, not free.
+        rate = np.maximum(mass, RARE * mass.mean(axis=1, keepdims=True))
+        expected = np.repeat(rate.ravel(), 2)[:, None] * self.damage
+        expected.setflags(write=False)
+        return expected
+
+    def expected_damage(self, routing_mass: np.ndarray | None = None) -> np.ndarray:
+        """Damage a served token, float64[n, B], under an online routing (None: that of calibration).
+
+        ``routing_mass`` float[layers, experts]: router-weight share, any scale a layer; see :meth:`routing_shift`.
+        """
+        return self.expected if routing_mass is None else self.expected * self.routing_shift(routing_mass)[:, None]
+
+    def routing_shift(self, routing_mass: np.ndarray) -> np.ndarray:
+        """How much more each block is used than calibration saw, float64[n]: 1 where nothing changed.
+
+        Both shares get a little of an expert's fair share added, so that the ratio of two rare experts stays small;
+        a layer without routing yet counts as unchanged. ValueError for a mass of another shape, or not a mass.
+        """
+        mass = np.asarray(routing_mass, float)
+        if mass.shape != self.routing_mass.shape or not np.isfinite(mass).all() or (mass < 0).any():
+            raise ValueError(
+                f"routing_mass must be finite, not negative and of shape {self.routing_mass.shape}, got {mass.shape}"
+            )
+        before, rare = shares(self.routing_mass), RARE / self.experts
+        now = np.where(mass.sum(axis=1, keepdims=True) > 0, shares(mass), before)
+        return np.repeat(((now + rare) / (before + rare)).ravel(), 2)
 
     def locate(self, block: int) -> tuple[int, int, int]:
         """``(layer, expert, matrix)`` of a block."""
@@ -102,8 +159,8 @@ class BlockTable:
         return int(self.pages[np.arange(self.blocks), self.level(bits)].sum())
 
     def total_damage(self, bits: np.ndarray | int) -> float:
-        """Predicted damage of running all blocks at ``bits``."""
-        return float(self.damage[np.arange(self.blocks), self.level(bits)].sum())
+        """Predicted damage a served token of running all blocks at ``bits``, under the routing of calibration."""
+        return float(self.expected[np.arange(self.blocks), self.level(bits)].sum())
 
     def mean_bits(self, bits: np.ndarray | int) -> float:
         """Mean bits a weight, weighted by parameters."""
@@ -113,3 +170,15 @@ class BlockTable:
         """Blocks at each width of the table, ascending, zeros included."""
         counts = np.bincount(self.level(bits), minlength=len(self.widths))
         return {b: int(c) for b, c in zip(self.widths, counts, strict=True)}
+
+
+def shares(mass: np.ndarray) -> np.ndarray:
+    """``mass`` float[layers, experts] so that each layer sums to 1; a layer without any is spread evenly."""
+    total = mass.sum(axis=1, keepdims=True)
+    return np.where(total > 0, mass / np.where(total > 0, total, 1), 1 / mass.shape[1])
+
+
+_DTYPES = {
+    "damage": float, "pages": np.int64, "params": np.int64, "routing_mass": float, "routing_rate": float,
+    "floors": np.int64,
+}  # fmt: skip

@@ -10,12 +10,16 @@ from safetensors.numpy import load_file
 
 from pallas_kernels.bitplanes import read_block
 from pallas_kernels.pages import Geometry
+from planner.residual import ResidualHeads
 from planner.tables import BlockTable
 from pwjax.checkpoints import manifest as manifests
 from pwjax.checkpoints.tree import dense_shapes, name_all, shape_problems, unflatten
 from pwjax.config import ModelConfig
 from pwjax.errors import ArtifactError
 from pwjax.memory.host_store import HostStore, crc_file, page_file
+
+# Damage tables that are means over the tokens routed to an expert.
+CONDITIONAL = ("output", "directional")
 
 
 class Artifact:
@@ -51,12 +55,13 @@ class Artifact:
         return path if path.exists() else None
 
     def table(self, kind: str | None = None) -> BlockTable:
-        """Damage, pages and routing mass for the planner; ``kind`` names a damage table, None the default one.
+        """What the planner works from; ``kind`` names a damage table, None the one that calibration found best.
 
         ArtifactError where the artifact has no such table.
         """
-        kinds = self.manifest["calibration"]["damage"]
-        kind = kind or kinds[0]
+        facts = self.manifest["calibration"]
+        kinds = facts["damage"]
+        kind = kind or facts.get("default", kinds[0])
         if kind not in kinds:
             raise ArtifactError(f"{self.path} has no damage table {kind!r}; it has {', '.join(kinds)}")
         tables = self._tables()
@@ -71,8 +76,12 @@ class Artifact:
                 pages=np.tile(np.array(pages, np.int64), (per_matrix, 1)),
                 params=np.tile([geometry.shape(m).params for m in (0, 1)], per_matrix),
                 routing_mass=tables["routing_mass"],
+                routing_rate=tables.get("routing_rate", tables["routing_mass"] * self.config.top_k),
+                conditional=kind.partition("@")[0] in CONDITIONAL,
+                floors=tables.get("floors"),
+                heads=_heads(tables),
             )
-        except ValueError as error:
+        except (ValueError, KeyError) as error:
             raise ArtifactError(f"{self.path / manifests.TABLES} cannot be used: {error}") from error
 
     def dense_params(self) -> dict:
@@ -169,6 +178,13 @@ class Artifact:
         tables["routing_mass"] = (self.config.num_layers, self.config.num_experts)
         problems = _safetensors_problems(self.path / manifests.DENSE, dense_shapes(self.config), "BF16")
         return problems + _safetensors_problems(self.path / manifests.TABLES, tables, "F64", extra_ok=True)
+
+
+def _heads(tables: dict[str, np.ndarray]) -> ResidualHeads | None:
+    """The prompt residual of ``residual/*``, None where calibration has none."""
+    if "residual/weights" not in tables:
+        return None
+    return ResidualHeads(*(tables[f"residual/{name}"] for name in ("weights", "confidence", "low", "high")))
 
 
 def _safetensors_problems(path: Path, wanted: dict, dtype: str, extra_ok: bool = False) -> list[str]:

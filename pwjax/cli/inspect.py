@@ -47,7 +47,7 @@ def summarize(artifact: Artifact) -> dict[str, Any]:
             "bytes": pages * geometry.page_bytes,
             # Planes, LUTs and the unused ends of pages: what the precision really costs.
             "bits_per_weight": pages * geometry.page_bytes * 8 / params,
-            "damage": float(np.sum(table.damage[:, level])),
+            "damage": float(np.sum(table.expected[:, level])),
         })
     return {
         "path": str(artifact.path),

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from planner import FloorRule
-from planner.floors import routing_shift
 
 
 @settings(deadline=None, max_examples=40)
@@ -36,13 +35,14 @@ def test_floors_never_ask_for_16_bits(make_table):
 
 
 def test_routing_moves_floors(make_table):
-    table = make_table(experts=8)
-    assert np.allclose(routing_shift(table, table.routing_mass * 7), 1)
-    assert np.allclose(routing_shift(table, np.zeros((2, 8))), 1)
-    mass = np.zeros((2, 8))
-    mass[:, 3] = 1
-    shift = routing_shift(table, mass).reshape(2, 8, 2)
-    assert (shift[:, 3] > 1).all() and (np.delete(shift, 3, axis=1) < 1).all()
+    table = make_table(experts=20)
+    floor = FloorRule().stages(table)[0]
+    mass = table.routing_mass.copy()
+    expert = int(floor.reshape(2, 20, 2).max(axis=2)[0].argmin())
+    mass[0] *= 0.1
+    mass[0, expert] = 9
+    moved = FloorRule().stages(table, mass)[0].reshape(2, 20, 2)[0, expert]
+    assert (moved > floor.reshape(2, 20, 2)[0, expert]).all()
 
 
 @pytest.mark.parametrize("mass", [np.ones((2, 2)), np.full((2, 3), np.nan), -np.ones((2, 3))])

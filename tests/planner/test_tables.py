@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner import BlockTable
+from planner import BlockTable, ResidualHeads
 
 
 @pytest.fixture
@@ -55,6 +55,8 @@ def test_arrays_are_copied_and_read_only():
         ({"pages": [[5, 7, 32], [0, 4, 16]]}, r"pages\[1, 0\] is 0"),
         ({"params": [200, 0]}, r"params\[1\] is 0"),
         ({"routing_mass": [[-0.1]]}, "routing_mass"),
+        ({"routing_rate": [[1.0, 1.0]]}, "routing_rate must have the shape"),
+        ({"floors": [2, 4]}, "4 bits are not in this table"),
     ],
 )
 def test_bad_tables_name_the_fault(table, change, words):
@@ -67,3 +69,38 @@ def test_unknown_width_lists_the_known(table):
         table.level(np.array([2, 4]))
     with pytest.raises(ValueError, match="17 bits"):
         table.level(17)
+
+
+def test_conditional_damage_counts_as_often_as_tokens_come():
+    mass, rate = [[0.9, 0.1, 0.0]], [[1.5, 0.5, 0.0]]
+    each = np.tile([4.0, 1.0, 0.0], (6, 1))
+    arguments = (1, 3, (2, 3, 16), each, np.tile([5, 7, 32], (6, 1)), [1] * 6, mass)
+    table = BlockTable(*arguments, routing_rate=rate, conditional=True)
+    assert table.expected[[0, 3]].tolist() == [[6, 1.5, 0], [2, 0.5, 0]]
+    assert (table.expected[4, :2] > 0).all(), "what calibration never chose is rare, not free"
+    assert table.total_damage(2) == pytest.approx(table.expected[:, 0].sum())
+    assert (BlockTable(*arguments).expected == each).all()
+
+
+def test_damage_follows_todays_routing(make_table):
+    table = make_table(experts=8)
+    assert np.allclose(table.expected_damage(table.routing_mass * 7), table.expected)
+    assert np.allclose(table.expected_damage(np.zeros((2, 8))), table.expected)
+    mass = np.zeros((2, 8))
+    mass[:, 3] = 1
+    shift = table.routing_shift(mass).reshape(2, 8, 2)
+    assert (shift[:, 3] > 1).all() and (np.delete(shift, 3, axis=1) < 1).all()
+
+
+def test_residual_heads_scale_by_confidence_and_clip():
+    weights = np.zeros((2, 2, 4))
+    weights[0, 0, 0], weights[1, 1, 3] = 2.0, 1.0
+    heads = ResidualHeads(weights, [[0.5, 1], [1, 1]], np.full((2, 2), -1.0), np.full((2, 2), 3.0))
+    used, unused = [1.0, 1.0, 1.0, 1.0], [0.0] * 4
+    eta = heads.factor([used, used, unused, unused])
+    assert np.allclose(eta, [[np.exp(0.5 * 2), 1], [1, np.exp(1)], [1, 1], [1, 1]])
+    assert np.allclose(heads.factor([[9, 0, 0, 0], unused]), [[np.exp(0.5 * 3), 1], [1, 1]])
+    with pytest.raises(ValueError, match=r"shape \[n, 4\]"):
+        heads.factor(np.zeros((2, 3)))
+    with pytest.raises(ValueError, match="low <= high"):
+        ResidualHeads(weights, np.ones((2, 2)), np.ones((2, 2)), np.zeros((2, 2)))
