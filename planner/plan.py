@@ -93,7 +93,8 @@ class Plan:
         changes = []
         for i in np.flatnonzero(old != new).tolist():
             a, b = old[i], new[i]
-            pages, damage = int(table.pages[i, b] - table.pages[i, a]), float(table.expected[i, b] - table.expected[i, a])
+            pages = int(table.pages[i, b] - table.pages[i, a])
+            damage = float(table.expected[i, b] - table.expected[i, a])
             changes.append(Change(i, *table.locate(i), table.widths[a], table.widths[b], pages, damage))
         return changes
 

@@ -91,6 +91,30 @@ def test_table_is_ready_for_the_planner(made):
         Artifact.open(made).table("output")
 
 
+def test_calibration_names_the_table_that_the_planner_takes(copy):
+    path = copy / "calibration" / "tables.safetensors"
+    tables, manifest = load_file(path), json.loads((copy / "manifest.json").read_text())
+    tables["damage/output"] = tables["damage/paper"] * 3
+    tables["routing_rate"] = np.full((3, 4), 0.5)
+    tables["floors"] = np.full(24, 3)
+    tables |= {f"residual/{name}": np.zeros((2, 5)) for name in ("confidence", "low", "high")}
+    tables["residual/weights"] = np.zeros((2, 5, 4))
+    save_file(tables, path)
+    manifest["calibration"] |= {"damage": ["paper", "output"], "default": "output"}
+    manifest["files"]["calibration/tables.safetensors"]["bytes"] = path.stat().st_size
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    artifact = Artifact.open(copy)
+    table, paper = artifact.table(), artifact.table("paper")
+    assert np.allclose(table.expected, 1.5 * paper.expected) and table.conditional and not paper.conditional
+    assert (table.floors == 3).all() and table.heads is not None and table.heads.shape == (2, 5)
+    del tables["residual/low"]
+    save_file(tables, path)
+    manifest["files"]["calibration/tables.safetensors"]["bytes"] = path.stat().st_size
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ArtifactError, match="residual/low"):
+        Artifact.open(copy).table()
+
+
 def test_manifest_names_no_machine_and_reports_errors(made):
     manifest = json.loads((made / "manifest.json").read_text())
     calibration = manifest["calibration"]
