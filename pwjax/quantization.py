@@ -18,7 +18,8 @@ from pallas_kernels.bitplanes import block_pages
 from pallas_kernels.pages import Geometry
 from pwjax.calibration import NAMES, WINDOW_TOKENS, WINDOWS, Calibration, Text, token_windows
 from pwjax.checkpoints import manifest as manifests
-from pwjax.checkpoints.inputs import bf16, checked_params, tokenizer_files
+from pwjax.checkpoints.inputs import checked_params, tokenizer_files
+from pwjax.checkpoints.lazy import LayerStack, bf16
 from pwjax.checkpoints.tree import EXPERTS
 from pwjax.checkpoints.writer import ArtifactWriter, refuse_taken
 from pwjax.config import ModelConfig
@@ -123,7 +124,7 @@ def quantize(
             with writer.disk("calibration results"):
                 calibration = Calibration.run(flat, config, tokens, writer.scratch, progress)
         geometry, choice = _choose_geometry(flat, config, settings, calibration)
-        dense = {name: bf16(value) for name, value in flat.items() if name not in EXPERTS}
+        dense = {n: v if isinstance(v, LayerStack) else bf16(v) for n, v in flat.items() if n not in EXPERTS}
         writer.begin(geometry, sum(a.nbytes for a in dense.values()) + sum(map(len, extra_files.values())))
         _write_layers(writer, flat, geometry, calibration, jobs, progress)
         records = [record for _, record in sorted(writer.records().items())]

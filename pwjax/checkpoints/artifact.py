@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ from pallas_kernels.pages import Geometry
 from planner.residual import ResidualHeads
 from planner.tables import BlockTable
 from pwjax.checkpoints import manifest as manifests
-from pwjax.checkpoints.tree import dense_shapes, name_all, shape_problems, unflatten
+from pwjax.checkpoints.lazy import LayerStack, bf16
+from pwjax.checkpoints.source import ParamSource
+from pwjax.checkpoints.tree import EXPERTS, dense_shapes, name_all, param_shapes, shape_problems, unflatten
 from pwjax.config import ModelConfig
 from pwjax.errors import ArtifactError
 from pwjax.memory.host_store import HostStore, crc_file, page_file
@@ -86,12 +89,32 @@ class Artifact:
 
     def dense_params(self) -> dict:
         """Everything that is not paged: nested dictionary of bfloat16 arrays; ArtifactError if the file has changed."""
+        self._check_dense()
         try:
-            if manifests.file_sha256(self.path / manifests.DENSE) != self.manifest["files"][manifests.DENSE]["sha256"]:
-                raise ArtifactError(f"{self.path / manifests.DENSE} is corrupted: its sha256 is not the manifest's")
             return unflatten(load_file(self.path / manifests.DENSE))
         except (OSError, SafetensorError) as error:
             raise ArtifactError(f"cannot read {self.path / manifests.DENSE}: {error}") from error
+
+    def source(self, bits: int = 16) -> ParamSource:
+        """All parameters with experts at ``bits`` (16: the original ones), read one layer at a time.
+
+        ArtifactError where the model has no such bits or ``dense.safetensors`` has changed.
+        """
+        if bits not in self.geometry.all_bits:
+            raise ArtifactError(
+                f"{self.path} has no {bits} bits; choose from {', '.join(map(str, self.geometry.all_bits))}"
+            )
+        self._check_dense()
+        flat: dict[str, np.ndarray | LayerStack] = {}
+        for name, shape in param_shapes(self.config).items():
+            if name in EXPERTS:
+                read = partial(self._expert_layer, EXPERTS.index(name), bits)
+                flat[name] = LayerStack(shape, read)
+            elif name.startswith("layers/"):
+                flat[name] = LayerStack(shape, partial(self._dense_tensor, name))
+            else:
+                flat[name] = self._dense_tensor(name)
+        return ParamSource(self.config, flat)
 
     def host_store(self) -> HostStore:
         """A store over the page files; close it after use."""
@@ -141,6 +164,32 @@ class Artifact:
                         shown = ", ".join(map(str, bad[:8])) + (", …" if len(bad) > 8 else "")
                         problems.append(f"{name} has {len(bad)} corrupted pages: {shown}")
         return problems
+
+    def _check_dense(self) -> None:
+        """ArtifactError unless ``dense.safetensors`` has the manifest's sha256."""
+        path = self.path / manifests.DENSE
+        try:
+            changed = manifests.file_sha256(path) != self.manifest["files"][manifests.DENSE]["sha256"]
+        except OSError as error:
+            raise ArtifactError(f"cannot read {path}: {error}") from error
+        if changed:
+            raise ArtifactError(f"{path} is corrupted: its sha256 is not the manifest's")
+
+    def _dense_tensor(self, name: str, index: int | None = None) -> np.ndarray:
+        """One tensor that is not paged, or one layer of it."""
+        try:
+            # Opened anew: a mapping that stays open would count all that was read as this process's.
+            with safe_open(self.path / manifests.DENSE, "numpy") as file:
+                return file.get_tensor(name) if index is None else file.get_slice(name)[index]
+        except (OSError, SafetensorError) as error:
+            raise ArtifactError(f"cannot read {self.path / manifests.DENSE}: {error}") from error
+
+    def _expert_layer(self, matrix: int, bits: int, layer: int) -> np.ndarray:
+        """One matrix of all routed experts of a layer at ``bits``: bfloat16[E, out, in]."""
+        with self.host_store() as store:
+            return np.stack(
+                [bf16(self.read_block(store, layer, e, matrix, bits)) for e in range(self.config.num_experts)]
+            )
 
     def _tables(self) -> dict[str, np.ndarray]:
         try:

@@ -17,11 +17,12 @@ from safetensors import SafetensorError, safe_open
 
 from pwjax.checkpoints.hf_files import CONFIG, GENERATION, SINGLE, collapse, read_headers, read_json
 from pwjax.checkpoints.hf_names import Part, all_parts, empty_shared, parts
-from pwjax.checkpoints.inputs import bf16, tokenizer_files
-from pwjax.checkpoints.lazy import LayerStack
+from pwjax.checkpoints.inputs import tokenizer_files
+from pwjax.checkpoints.lazy import LayerStack, bf16
 from pwjax.checkpoints.orbax import params_of
 from pwjax.checkpoints.safetensors_file import write_bf16
-from pwjax.checkpoints.tree import EXPERTS, flatten, param_shapes, shape_problems, unflatten
+from pwjax.checkpoints.source import ParamSource, stack_layers
+from pwjax.checkpoints.tree import flatten, param_shapes, shape_problems, unflatten
 from pwjax.checkpoints.writer import refuse_taken
 from pwjax.config import ModelConfig
 from pwjax.errors import ArtifactError, CheckpointError
@@ -53,20 +54,16 @@ class HFCheckpoint:
         kinds = " and ".join(_FLOATS[dtype] for dtype in wide)
         self.notes = [f"{self.path.name} holds {kinds} tensors; they are rounded to bfloat16"] if wide else []
 
-    def dense_params(self) -> dict:
-        """Everything but the routed experts: nested dictionary of bfloat16 arrays."""
-        return unflatten({name: self._whole(name) for name in param_shapes(self.config) if name not in EXPERTS})
-
-    def layer_experts(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
-        """Routed experts of one layer: ``gate_up`` bfloat16[E, 2I, H] and ``down`` bfloat16[E, H, I]."""
-        gate_up, down = (self._layer(name, layer) for name in EXPERTS)
-        return gate_up, down
-
-    def lazy_params(self) -> dict:
-        """The parameter tree with routed experts as :class:`LayerStack`: read when indexed, one layer at a time."""
-        shapes = param_shapes(self.config)
-        experts = {n: LayerStack(shapes[n], lambda layer, n=n: self._layer(n, layer)) for n in EXPERTS}
-        return unflatten({**flatten(self.dense_params()), **experts})
+    def source(self) -> ParamSource:
+        """All parameters, those of layers left on disk until one is asked for."""
+        stack = lambda name, shape: LayerStack(shape, lambda index: self._layer(name, index))  # noqa: E731
+        return ParamSource(
+            self.config,
+            {
+                name: stack(name, shape) if name.startswith("layers/") else self._whole(name)
+                for name, shape in param_shapes(self.config).items()
+            },
+        )
 
     def params(self) -> dict:
         """The whole parameter tree in memory."""
@@ -76,11 +73,13 @@ class HFCheckpoint:
         out = np.empty(param_shapes(self.config)[name], ml_dtypes.bfloat16)
         if not name.startswith("layers/"):
             return self._fill(out, parts(self.config, name, None))
-        for layer in range(self.config.num_layers):
-            self._fill(out[layer], parts(self.config, name, layer, self._tensors))
+        for index, layer in enumerate(stack_layers(self.config, name)):
+            self._fill(out[index], parts(self.config, name, layer, self._tensors))
         return out
 
-    def _layer(self, name: str, layer: int) -> np.ndarray:
+    def _layer(self, name: str, index: int) -> np.ndarray:
+        """One entry of a stacked parameter, by its place in the stack."""
+        layer = stack_layers(self.config, name)[index]
         out = np.empty(param_shapes(self.config)[name][1:], ml_dtypes.bfloat16)
         return self._fill(out, parts(self.config, name, layer, self._tensors))
 
@@ -179,7 +178,7 @@ def save_hf(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _reserve(partial, 2 * sum(int(np.prod(shape)) for shape in shapes.values()) + sum(map(len, files.values())))
-        write_bf16(partial / SINGLE, shapes, tensors())
+        write_bf16(partial / SINGLE, shapes, tensors(), {"format": "pt"})
         for name, data in files.items():
             (partial / name).write_bytes(data)
         for file in partial.iterdir():

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from pwjax.calibration import load_tokenizer
-from pwjax.checkpoints.lazy import LayerStack
+from pwjax.checkpoints.lazy import LayerStack, bf16
 from pwjax.checkpoints.orbax import load_orbax, params_of
 from pwjax.checkpoints.tree import flatten, name_all, param_shapes, shape_problems
 from pwjax.config import ModelConfig
@@ -39,11 +39,6 @@ def checked_params(params: Any, config: ModelConfig) -> dict[str, np.ndarray | L
     if problems:
         raise CheckpointError(f"the parameters do not fit the model config: {name_all(problems)}")
     return flat
-
-
-def bf16(value: np.ndarray | LayerStack) -> np.ndarray:
-    """As bfloat16, without a copy where it is already."""
-    return np.asarray(value).astype(ml_dtypes.bfloat16, copy=False)
 
 
 def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:

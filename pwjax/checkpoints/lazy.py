@@ -44,3 +44,8 @@ class LayerStack:
         for layer, value in enumerate(self):
             out[layer] = value
         return out if dtype is None else out.astype(dtype, copy=False)
+
+
+def bf16(value: np.ndarray | LayerStack) -> np.ndarray:
+    """As bfloat16, without a copy where it is already."""
+    return np.asarray(value).astype(ml_dtypes.bfloat16, copy=False)

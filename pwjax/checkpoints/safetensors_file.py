@@ -10,13 +10,23 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from pwjax.checkpoints.lazy import LayerStack
 
-def write_bf16(path: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Write ``tensors`` as bfloat16, in the order and with the shapes of ``shapes``; ValueError where they differ."""
-    header: dict = {"__metadata__": {"format": "pt"}}
+
+def write_bf16(
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Iterable[tuple[str, np.ndarray | LayerStack]],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write ``tensors`` as bfloat16, in the order and with the shapes of ``shapes``; ValueError where they differ.
+
+    A :class:`LayerStack` is read and written one layer at a time. ``metadata`` goes into the header.
+    """
+    header: dict = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, shape in shapes.items():
-        begin, end = end, end + 2 * int(np.prod(shape, dtype=np.int64))
+        begin, end = end, end + bf16_bytes(shape)
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # data starts aligned
@@ -27,7 +37,13 @@ def write_bf16(path: Path, shapes: Mapping[str, tuple[int, ...]], tensors: Itera
             wanted = next(expected, None)
             if wanted is None or wanted[0] != name or tuple(wanted[1]) != value.shape:
                 raise ValueError(f"expected the tensor {wanted}, got {name} {value.shape}")
-            value = np.ascontiguousarray(value.astype(ml_dtypes.bfloat16, copy=False))
-            file.write(value.view(np.uint16).astype("<u2", copy=False).data)
+            for part in value if isinstance(value, LayerStack) else (value,):
+                part = np.ascontiguousarray(part.astype(ml_dtypes.bfloat16, copy=False))
+                file.write(part.view(np.uint16).astype("<u2", copy=False).data)
         if (left := next(expected, None)) is not None:
             raise ValueError(f"the tensor {left[0]} was not given")
+
+
+def bf16_bytes(shape: tuple[int, ...]) -> int:
+    """Bytes of a bfloat16 tensor."""
+    return 2 * int(np.prod(shape, dtype=np.int64))

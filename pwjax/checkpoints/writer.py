@@ -20,6 +20,8 @@ from safetensors.numpy import save as safetensors_bytes
 
 from pallas_kernels.pages import Geometry
 from pwjax.checkpoints import manifest as manifests
+from pwjax.checkpoints.lazy import LayerStack
+from pwjax.checkpoints.safetensors_file import write_bf16
 from pwjax.config import ModelConfig
 from pwjax.errors import ArtifactError
 from pwjax.memory.host_store import crc_file, page_file
@@ -126,7 +128,7 @@ class ArtifactWriter:
 
     def finish(
         self,
-        dense: Mapping[str, np.ndarray],
+        dense: Mapping[str, np.ndarray | LayerStack],
         tables: Mapping[str, np.ndarray],
         calibration: dict,
         extra_files: Mapping[str, bytes],
@@ -134,8 +136,8 @@ class ArtifactWriter:
     ) -> Path:
         """Write everything else and rename; returns the artifact's path.
 
-        ``dense`` bfloat16 tensors by flat name, ``tables`` those of ``calibration/``, ``extra_files`` the tokenizer
-        and the like by file name, ``more`` further manifest entries.
+        ``dense`` tensors by flat name, written as bfloat16 (a stack one layer at a time), ``tables`` those of
+        ``calibration/``, ``extra_files`` the tokenizer and the like by file name, ``more`` further manifest entries.
         """
         missing = [layer for layer in range(self.config.num_layers) if not self._finished(layer)]
         if missing:
@@ -144,12 +146,9 @@ class ArtifactWriter:
         for layer in range(self.config.num_layers):
             stored = json.loads(self._record(layer).read_text())["files"]
             files |= {f"{manifests.PAGES}/{name}": facts for name, facts in stored.items()}
-        contents = {
-            manifests.DENSE: safetensors_bytes(dict(dense)),
-            manifests.TABLES: safetensors_bytes(dict(tables)),
-            **extra_files,
-        }
+        contents = {manifests.TABLES: safetensors_bytes(dict(tables)), **extra_files}
         with self.disk("the artifact"):
+            files[manifests.DENSE] = self._write_dense(dense)
             for name, data in contents.items():
                 _write(self.body / name, data)
                 files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
@@ -163,6 +162,14 @@ class ArtifactWriter:
         shutil.rmtree(self.partial, ignore_errors=True)
         self.close()
         return self.out
+
+    def _write_dense(self, dense: Mapping[str, np.ndarray | LayerStack]) -> dict:
+        """Write what is not paged; returns its size and sha256."""
+        path = self.body / manifests.DENSE
+        write_bf16(path, {name: value.shape for name, value in dense.items()}, dense.items())
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+        return {"bytes": path.stat().st_size, "sha256": manifests.file_sha256(path)}
 
     @contextlib.contextmanager
     def disk(self, what: str) -> Iterator[None]:

@@ -4,13 +4,9 @@ import json
 from pathlib import Path
 
 import click
-import numpy as np
 
 from pwjax.checkpoints.artifact import Artifact
 from pwjax.checkpoints.hf import save_hf
-from pwjax.checkpoints.inputs import bf16
-from pwjax.checkpoints.lazy import LayerStack
-from pwjax.checkpoints.tree import EXPERTS, flatten, param_shapes, unflatten
 from pwjax.cli.options import json_option, quiet_option
 from pwjax.errors import UsageError
 from pwjax.progress import Bars
@@ -49,23 +45,11 @@ def export(artifact: Artifact, out: str | Path, bits: int, progress=lambda done,
 
     UsageError where the model has no ``bits``; CheckpointError where ``out`` is taken or cannot be written.
     """
-    config, widths = artifact.config, artifact.geometry.all_bits
+    widths = artifact.geometry.all_bits
     if bits not in widths:
         raise UsageError(f"this model has no {bits} bits; choose from {', '.join(map(str, widths))}")
-    shapes = param_shapes(config)
-    with artifact.host_store() as store:
-
-        def stack(matrix: int) -> LayerStack:
-            def read(layer: int) -> np.ndarray:
-                return np.stack(
-                    [bf16(artifact.read_block(store, layer, e, matrix, bits)) for e in range(config.num_experts)]
-                )
-
-            return LayerStack(shapes[EXPERTS[matrix]], read)
-
-        experts = {name: stack(matrix) for matrix, name in enumerate(EXPERTS)}
-        params = unflatten({**flatten(artifact.dense_params()), **experts})
-        return save_hf(out, config, params, artifact.tokenizer_path, progress)
+    params = artifact.source(bits).tree()
+    return save_hf(out, artifact.config, params, artifact.tokenizer_path, progress)
 
 
 def _bundled() -> Path:

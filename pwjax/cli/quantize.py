@@ -177,7 +177,7 @@ def _load(path: Path, config_file: Path | None, note) -> tuple[Any, Any]:
     checkpoint = HFCheckpoint(path)
     for text in checkpoint.notes:
         note(f"note: {text}")
-    return checkpoint.config, checkpoint.lazy_params()
+    return checkpoint.config, checkpoint.source().tree()
 
 
 def _lut_rows(text: str) -> str | int:

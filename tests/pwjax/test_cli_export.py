@@ -26,7 +26,7 @@ def made(tmp_path_factory):
     rng = np.random.default_rng(0)
     flat = {n: rng.normal(0, 0.1, s).astype(ml_dtypes.bfloat16) for n, s in param_shapes(CONFIG).items()}
     hf = save_hf(folder / "hf", CONFIG, unflatten(flat))
-    return hf, quantize(HFCheckpoint(hf).lazy_params(), CONFIG, folder / "model.pw", bits="3-4")
+    return hf, quantize(HFCheckpoint(hf).source().tree(), CONFIG, folder / "model.pw", bits="3-4")
 
 
 def test_16_bits_are_the_original_file(tmp_path, made, capsys):

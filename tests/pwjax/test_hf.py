@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models
 from pwjax.checkpoints.hf import HFCheckpoint, load_hf, save_hf
 from pwjax.checkpoints.hf_files import collapse
 from pwjax.checkpoints.lazy import LayerStack
-from pwjax.checkpoints.tree import EXPERTS, flatten, param_shapes, unflatten
+from pwjax.checkpoints.tree import flatten, param_shapes, unflatten
 from pwjax.config import ModelConfig
 from pwjax.errors import CheckpointError
 from pwjax.models import forward, logits
@@ -167,11 +167,11 @@ def test_other_floats_are_rounded_with_a_note(folder, dtype):
 
 def test_layers_on_demand(tmp_path, folder, params):
     checkpoint = HFCheckpoint(folder)
-    gate_up, down = checkpoint.layer_experts(2)
-    assert np.array_equal(gate_up, params["layers"]["experts"]["gate_up"][2])
-    assert np.array_equal(down, params["layers"]["experts"]["down"][2])
-    assert not any(name in EXPERTS for name in flatten(checkpoint.dense_params()))
-    lazy = checkpoint.lazy_params()
+    source = checkpoint.source()
+    layer = source.layer(2)
+    same(layer, {name: value[2] for name, value in flatten(params).items() if name.startswith("layers/")})
+    same(source.outer(), {name: value for name, value in flatten(params).items() if not name.startswith("layers/")})
+    lazy = source.tree()
     stack = lazy["layers"]["experts"]["down"]
     assert isinstance(stack, LayerStack) and stack.shape == (3, 4, 16, 6) and stack.ndim == 4 and len(stack) == 3
     assert stack.nbytes == params["layers"]["experts"]["down"].nbytes
@@ -189,14 +189,14 @@ def test_quantizing_a_checkpoint_on_disk_holds_one_layer(tmp_path, folder, param
 
     wanted = quantize(params, CONFIG, tmp_path / "whole", bits="2-3")
     monkeypatch.setattr(LayerStack, "__array__", forbidden)
-    made = quantize(HFCheckpoint(folder).lazy_params(), CONFIG, tmp_path / "streamed", bits="2-3")
+    made = quantize(HFCheckpoint(folder).source().tree(), CONFIG, tmp_path / "streamed", bits="2-3")
     assert (made / "manifest.json").read_bytes() == (wanted / "manifest.json").read_bytes()
 
 
 def test_calibrating_a_checkpoint_on_disk(tmp_path, folder, params):
     tokens = np.random.default_rng(0).integers(0, 30, (2, 12))
     wanted = quantize(params, CONFIG, tmp_path / "whole", text=tokens, bits="2-3")
-    made = quantize(HFCheckpoint(folder).lazy_params(), CONFIG, tmp_path / "streamed", text=tokens, bits="2-3")
+    made = quantize(HFCheckpoint(folder).source().tree(), CONFIG, tmp_path / "streamed", text=tokens, bits="2-3")
     assert (made / "manifest.json").read_bytes() == (wanted / "manifest.json").read_bytes()
 
 

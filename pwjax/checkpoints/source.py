@@ -1,0 +1,48 @@
+"""Parameters of a model one layer at a time, wherever they are: in memory, a Hugging Face directory, an artifact."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from pwjax.checkpoints.lazy import LayerStack, bf16
+from pwjax.checkpoints.tree import unflatten
+from pwjax.config import ModelConfig
+
+
+class ParamSource:
+    """All parameters by flat name: ``flat`` maps them to arrays, or to :class:`LayerStack` where they stay on disk.
+
+    ``config`` ModelConfig. What is given out is bfloat16 and read anew at each call, so a pass over the layers holds
+    one of them at a time.
+    """
+
+    def __init__(self, config: ModelConfig, flat: Mapping[str, np.ndarray | LayerStack]):
+        self.config, self.flat = config, dict(flat)
+
+    def layer(self, layer: int) -> dict[str, np.ndarray]:
+        """Every parameter of one layer: flat name, ``layers/`` included, to its array without the layers' axis."""
+        return {
+            name: bf16(value[stack_layers(self.config, name).index(layer)])
+            for name, value in self.flat.items()
+            if name.startswith("layers/") and layer in stack_layers(self.config, name)
+        }
+
+    def outer(self) -> dict[str, np.ndarray]:
+        """What lies outside of the layers: embedding, last norm, head."""
+        return {name: bf16(value) for name, value in self.flat.items() if not name.startswith("layers/")}
+
+    def tree(self) -> dict:
+        """The nested parameter tree, stacks left on disk: what ``quantize`` and ``save_hf`` take."""
+        return unflatten(self.flat)
+
+
+def stack_layers(config: ModelConfig, name: str) -> tuple[int, ...]:
+    """Numbers of the layers that a parameter's first axis goes through, in its order.
+
+    All of them, but for the attention of a model with several kinds, ``layers/attn_<kind>/...``.
+    """
+    _, mark, kind = name.split("/")[1].partition("attn_")
+    if not mark:
+        return tuple(range(config.num_layers))
+    index = [k.name for k in config.attention_kinds].index(kind)
+    return tuple(layer for layer, own in enumerate(config.layer_kinds) if own == index)
