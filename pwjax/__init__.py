@@ -29,7 +29,7 @@ _NAMES = {
     "quantize": "pwjax.quantization",
     "Artifact": "pwjax.checkpoints.artifact",
     "load_hf": "pwjax.checkpoints.hf",
-    "save_hf": "pwjax.checkpoints.hf",
+    "save_hf": "pwjax.checkpoints.hf_save",
     "bundled_model": "pwjax.loading",
     # Errors
     "PWJaxError": "pwjax.errors",

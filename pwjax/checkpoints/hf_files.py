@@ -1,6 +1,7 @@
 """The files of a Hugging Face checkpoint directory: JSON, shards and their headers, and what is wrong with them."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +13,8 @@ from pwjax.errors import CheckpointError
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
 
+_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2}
+
 
 class Tensor(NamedTuple):
     """Where a tensor is, its shape, and its type as safetensors spells it (``BF16``)."""
@@ -20,13 +23,22 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * _ITEM_BYTES.get(self.dtype, 1)
+
 
 class Headers(NamedTuple):
-    """All ``tensors`` by name, ``problems`` with the shards, and the names ``lost`` with unreadable shards."""
+    """All ``tensors`` by name, ``problems`` with the shards, and the names ``lost`` with unreadable shards.
+
+    ``stale`` are safetensors files that the index does not list; they are not read.
+    """
 
     tensors: dict[str, Tensor]
     problems: list[str]
     lost: set[str]
+    stale: list[str]
 
 
 def read_json(file: Path) -> dict:
@@ -48,7 +60,8 @@ def read_headers(path: Path) -> Headers:
     tensors: dict[str, Tensor] = {}
     problems: list[str] = []
     lost: set[str] = set()
-    for name in [SINGLE] if index is None else sorted(set(index.values())):
+    files = [SINGLE] if index is None else sorted(set(index.values()))
+    for name in files:
         file = path / name
         listed = {key for key, shard in (index or {}).items() if shard == name}
         try:
@@ -70,7 +83,8 @@ def read_headers(path: Path) -> Headers:
             problems += collapse([f"{key} is in {name}, but not in {INDEX}" for key in stray])
             lost |= set(absent)
         tensors |= own
-    return Headers(tensors, problems, lost)
+    stale = sorted(p.name for p in path.glob("*.safetensors") if p.name not in files)
+    return Headers(tensors, problems, lost, stale)
 
 
 def _read_index(path: Path) -> dict[str, str] | None:

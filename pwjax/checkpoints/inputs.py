@@ -16,7 +16,7 @@ from pwjax.errors import CheckpointError
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json",
-    "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt",
+    "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model",
 )  # fmt: skip
 
 

@@ -258,6 +258,33 @@ def test_missing_and_truncated_shards_are_named_together(folder):
     assert text.count(";") == 2  # what is in the lost shards is not blamed tensor by tensor
 
 
+def test_a_stale_shard_is_told_and_never_read(folder, params):
+    shard(folder, 2)
+    stale = {name: np.full_like(value, 9) for name, value in flatten(params).items() if name == "norm/scale"}
+    save_file({"model.norm.weight": stale["norm/scale"]}, folder / "model-00003-of-00003.safetensors")
+    notes = []
+    same(load_hf(folder, notes.append)[1], params)
+    assert notes == ["model-00003-of-00003.safetensors is not part of the checkpoint and is not read"]
+
+
+def test_saved_shards(tmp_path, folder, params):
+    save_hf(tmp_path / "shards", CONFIG, params, shard_bytes=3000)
+    files = sorted(p.name for p in (tmp_path / "shards").glob("*.safetensors"))
+    assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    index = json.loads((tmp_path / "shards" / "model.safetensors.index.json").read_text())
+    sizes = [sum(v.nbytes for v in load_file(tmp_path / "shards" / file).values()) for file in files]
+    assert max(sizes) <= 3000 and sum(sizes) == index["metadata"]["total_size"]
+    assert sorted(index["weight_map"]) == sorted(read(folder))
+    same(load_hf(tmp_path / "shards")[1], params)
+
+
+def test_an_activation_that_is_not_known(folder):
+    data = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**data, "hidden_act": "swiglu_oai"}))
+    with pytest.raises(CheckpointError, match="hidden_act = 'swiglu_oai' is not supported; allowed: 'silu'"):
+        load_hf(folder)
+
+
 def test_index_and_shards_that_disagree(folder):
     shard(folder, 2)
     file = folder / "model.safetensors.index.json"
