@@ -1,0 +1,144 @@
+"""What routed tokens say about one expert's two blocks: importance of its weights, and the error of running it at fewer
+bits.
+
+Matrix 0 is ``gate_up``, 1 is ``down``; R routed tokens, B widths, H hidden size, I inner size. Damage is in nats a
+routed token: half the mean square of the output error along loss gradients (see :mod:`calib.stream`).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from calib.rows import LayerTrace, Rows
+
+# Forms that are measured on routed tokens, by the index that arrays of this module have for them.
+FORMS = ("output", "directional")
+
+Inner = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+class Importance(NamedTuple):
+    """Squared gradients of one expert, ``gate_up`` float32[2I, H] and ``down`` float32[H, I], as sums over windows of
+    the square of a window's gradient, divided by the number of tokens; and sums over routed tokens of
+    gate^2 * input^2, ``moments`` (float64[H], float64[I])."""
+
+    gate_up: np.ndarray
+    down: np.ndarray
+    moments: tuple[np.ndarray, np.ndarray]
+
+
+class PieceErrors(NamedTuple):
+    """Damage of a piece of routed tokens: ``damage`` float64[2 matrices, B, 2 forms, C, m], 0 in unused rows, and
+    ``inner`` float32[C, m, I], what ``down`` reads at 16 bits."""
+
+    damage: np.ndarray
+    inner: np.ndarray
+
+
+class BlockPrograms:
+    """The two programs that every expert of every layer runs; ``inner(x, gate_up)`` is the model's."""
+
+    def __init__(self, inner: Inner):
+        self._gradients = jax.jit(partial(_squared_gradients, inner), donate_argnums=0)
+        self._errors = jax.jit(partial(_errors, inner))
+
+    def importance(self, trace: LayerTrace, expert: int, gate_up: np.ndarray, down: np.ndarray) -> Importance:
+        """Importance of the weights of ``expert``; zero where it has no tokens."""
+        weights = jnp.asarray(gate_up, jnp.float32), jnp.asarray(down, jnp.float32)
+        moments = jnp.zeros(gate_up.shape[1]), jnp.zeros(down.shape[1])
+        zeros = lambda: jax.tree.map(jnp.zeros_like, weights)  # noqa: E731
+        state = (zeros(), zeros(), moments)
+        for rows in trace.rows(expert):
+            state = self._gradients(state, weights, rows)
+        _, total, moments = jax.tree.map(np.array, state)
+        tokens = np.float32(len(trace.experts))
+        return Importance(total[0] / tokens, total[1] / tokens, tuple(m.astype(np.float64) for m in moments))
+
+    def errors(self, rows: Rows, fisher: np.ndarray, exact: tuple, point: tuple, widths: tuple) -> PieceErrors:
+        """Damage of each matrix at each width on ``rows``, the other matrix being that of the operating point.
+
+        ``exact`` and ``point`` are ``(gate_up, down)``, ``widths`` the same with a leading axis B.
+        """
+        damage, inner = self._errors(rows, jnp.asarray(fisher, jnp.float32), exact, point, widths)
+        shape = (*damage.shape[:3], *rows.used.shape)
+        return PieceErrors(np.asarray(damage, np.float64).reshape(shape), np.asarray(inner).reshape(*shape[3:], -1))
+
+
+class Measured(NamedTuple):
+    """Sums over the routed tokens of one expert: ``tokens``, ``total`` and ``square`` float64[2 forms, 2 matrices, B]
+    of the damage and of its square, ``by_sequence`` float64[n, 2 forms, 2 matrices, B]."""
+
+    tokens: int
+    total: np.ndarray
+    square: np.ndarray
+    by_sequence: np.ndarray
+
+
+def measure(
+    programs: BlockPrograms,
+    trace: LayerTrace,
+    expert: int,
+    exact: tuple,
+    point: tuple,
+    widths: tuple,
+    observe: Callable[[int, int, Rows, PieceErrors], None] | None = None,
+) -> Measured:
+    """Damage of both blocks of ``expert`` at every width over all of its tokens.
+
+    ``exact``, ``point``, ``widths`` as in :meth:`BlockPrograms.errors`. ``observe(layer, expert, rows, errors)`` sees
+    every piece: inputs, gates, gradients, sequences and damage of single tokens.
+    """
+    sequences, shape = int(trace.sequences[-1]) + 1, (len(FORMS), 2, len(widths[0]))
+    exact, point, widths = jax.tree.map(jnp.asarray, (exact, point, widths))
+    tokens, square, by_sequence = 0, np.zeros(shape), np.zeros((sequences, *shape))
+    for rows in trace.rows(expert):
+        errors = programs.errors(rows, trace.fisher, exact, point, widths)
+        values = errors.damage.transpose(3, 2, 0, 1, 4)  # [C, forms, matrices, B, m]
+        tokens += int(rows.used.sum())
+        square += np.square(values).sum((0, 4))
+        filled = rows.sequence >= 0
+        np.add.at(by_sequence, rows.sequence[filled], values[filled].sum(-1))
+        if observe is not None:
+            observe(trace.layer, expert, rows, errors)
+    return Measured(tokens, by_sequence.sum(0), square, by_sequence)
+
+
+def _squared_gradients(inner: Inner, state, weights, rows: Rows):
+    """One piece of tokens into (gradient of the current sequence, sums of squared gradients, input moments)."""
+
+    def tile(state, tile: Rows):
+        own, total, moments = state
+
+        def output(weights):
+            hidden = inner(tile.inputs, weights[0])
+            return tile.gates[:, None] * (hidden @ weights[1].T), hidden
+
+        _, pull, hidden = jax.vjp(output, weights, has_aux=True)
+        (fresh,) = pull(tile.gradients)
+        own = jax.tree.map(lambda o, f: jnp.where(tile.first, f, o + f), own, fresh)
+        total = jax.tree.map(lambda t, o: t + jnp.where(tile.last, o * o, 0.0), total, own)
+        weight = (tile.gates**2)[:, None]
+        moments = tuple(m + (weight * v**2).sum(0) for m, v in zip(moments, (tile.inputs, hidden), strict=True))
+        return (own, total, moments), None
+
+    return lax.scan(tile, state, rows)[0]
+
+
+def _errors(inner: Inner, rows: Rows, fisher, exact, point, widths):
+    """Damage float32[2 matrices, B, 2 forms, R] of each row, and the exact input of ``down`` [R, I]."""
+    x, gradient = (a.reshape(-1, a.shape[-1]) for a in (rows.inputs, rows.gradients))
+    gate = rows.gates.reshape(-1, 1)
+    exact_inner, point_inner = inner(x, exact[0]), inner(x, point[0])
+
+    def damage(error):
+        error = gate * error
+        return 0.5 * jnp.stack([(error * error) @ fisher, (error * gradient).sum(-1) ** 2])
+
+    gate_up = lax.map(lambda w: damage((inner(x, w) - exact_inner) @ point[1].T), widths[0])
+    down = lax.map(lambda w: damage(point_inner @ (w - exact[1]).T), widths[1])
+    return jnp.stack([gate_up, down]), exact_inner

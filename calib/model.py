@@ -1,0 +1,76 @@
+"""What calibration needs of a model: layers that can be run one at a time.
+
+Shapes: B windows, T tokens, H hidden size, k choices a token, E experts, I inner size of an expert.
+"""
+
+from collections.abc import Hashable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+
+class Trace(NamedTuple):
+    """What the routed experts of a layer saw: ``inputs`` float32[B, T, H], ``experts`` int32[B, T, k], ``gates``
+    float32[B, T, k]."""
+
+    inputs: jax.Array
+    experts: jax.Array
+    gates: jax.Array
+
+
+class StreamedModel(Protocol):
+    """A decoder with one layer's weights on the device at a time.
+
+    ``layer``, ``head`` and ``embed`` fetch; ``run``, ``loss`` and ``inner`` are pure and are compiled, ``run`` once for
+    each kind of layer. Parameters are pytrees that only the model understands.
+    """
+
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
+        ...
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of a layer."""
+        ...
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        ...
+
+    def embed(self, tokens: np.ndarray) -> np.ndarray:
+        """Input float32[B, T, H] of layer 0 for ``tokens`` int32[B, T]."""
+        ...
+
+    def kind(self, layer: int) -> Hashable:
+        """Layers of one kind share a compiled program."""
+        ...
+
+    def layer(self, layer: int) -> Any:
+        """Parameters of a layer, on the device."""
+        ...
+
+    def run(self, kind: Hashable, params: Any, x: jax.Array, bump: jax.Array) -> tuple[jax.Array, Trace]:
+        """Output float32[B, T, H] of a layer for its input ``x``, with ``bump`` float32[B, T, H] added to the weighted
+        sum of its routed experts."""
+        ...
+
+    def head(self) -> Any:
+        """Parameters of the final norm and the head."""
+        ...
+
+    def loss(self, head: Any, x: jax.Array, tokens: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of one window's output ``x`` float32[T, H] of the last layer: the summed negative log-likelihood of one
+        token a position drawn from the model itself, and the mean one of the ``tokens`` int32[T] that came next."""
+        ...
+
+    def expert(self, layer: int, expert: int) -> tuple[np.ndarray, np.ndarray]:
+        """Weights ``gate_up`` float32[2I, H] and ``down`` float32[H, I] that ``run`` uses."""
+        ...
+
+    def inner(self, x: jax.Array, gate_up: jax.Array) -> jax.Array:
+        """Input float32[n, I] of ``down`` for rows ``x`` float32[n, H]; an expert's output is ``inner @ down.T``."""
+        ...
