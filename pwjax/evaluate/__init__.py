@@ -5,6 +5,8 @@ windows      Window, tokenize, cut: text into windows of tokens, and which of th
 program      ScoreShapes, compile_score, plan_scoring: the compiled program and its share of the budget
 scorer       Scorer: log-likelihood of every token, experts read from the arena under a memory budget
 perplexity   Perplexity, measure_perplexity: perplexity with its standard error, bits per byte
+divergence   Divergence: KL divergence of any plan from 16 bits, a plan being a page table and nothing else
+sampled_plans, measurements, truth   check_truth: is predicted damage what running the model loses?
 """
 
 from pwjax.evaluate.perplexity import Perplexity as Perplexity

@@ -14,7 +14,7 @@ from pwjax.errors import ArtifactError, PWJaxError, UsageError
 from pwjax.evaluate.program import Report
 from pwjax.evaluate.scorer import BATCH, Scorer, checked_window
 from pwjax.evaluate.texts import Document, heldout_documents
-from pwjax.evaluate.windows import Window, cut, tokenize
+from pwjax.evaluate.windows import Window, cut, leading_bos, tokenize
 from pwjax.loading import open_model
 from pwjax.progress import Progress, silent
 
@@ -106,7 +106,7 @@ def measure_perplexity(
     if artifact.tokenizer_path is None:
         raise ArtifactError(f"{artifact.path} has no tokenizer.json, so text cannot be scored")
     tokenizer = Tokenizer.load(artifact.tokenizer_path, config.bos_token_id)
-    window, bos = checked_window(window, config), _bos(tokenizer)
+    window, bos = checked_window(window, config), leading_bos(tokenizer)
     room = window - (bos is not None)
     stride = room if stride is None else stride
     if not 1 <= stride <= window:
@@ -134,7 +134,12 @@ def measure_perplexity(
 
 
 def _windows(
-    documents: Sequence[Document], tokenizer: Tokenizer, vocab_size: int, window: int, stride: int, bos: int | None,
+    documents: Sequence[Document],
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    window: int,
+    stride: int,
+    bos: int | None,
     max_tokens: int | None,
 ) -> tuple[list[Window], list[str]]:
     """Windows of all documents, and which those are; UsageError where they hold nothing that can be predicted."""
@@ -151,12 +156,6 @@ def _windows(
     if not windows or not sum(w.bytes for w in windows):
         raise UsageError("the text is too short: it takes at least two tokens, one to be predicted from the other")
     return windows, names
-
-
-def _bos(tokenizer: Tokenizer) -> int | None:
-    """The BOS token, where the tokenizer puts it before every text; models are used the way they were trained."""
-    ids = tokenizer.backend.encode("", add_special_tokens=True).ids
-    return ids[0] if ids and ids[0] == tokenizer.bos_token_id else None
 
 
 def _settings(scorer: Scorer) -> dict:

@@ -10,7 +10,7 @@ a BOS token stands before it::
                                 |...sss
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -70,3 +70,42 @@ def cut(tokens: Tokens, window: int, stride: int, bos: int | None = None) -> Ite
         scored = end
         if end == count:
             break
+
+
+def leading_bos(tokenizer: Tokenizer) -> int | None:
+    """The BOS token, where the tokenizer puts it before every text; models are used the way they were trained."""
+    ids = tokenizer.backend.encode("", add_special_tokens=True).ids
+    return ids[0] if ids and ids[0] == tokenizer.bos_token_id else None
+
+
+def spread_windows(
+    documents: Sequence[Document], tokenizer: Tokenizer, vocab_size: int, tokens: int, length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """About ``tokens`` tokens as whole windows int32[n, length], and the document of each, int64[n].
+
+    Documents get equal shares (a short one what it has), taken evenly over their whole length. A BOS token leads
+    where the tokenizer wants one. UsageError, with the names, where no document fills a window.
+    """
+    bos, share = leading_bos(tokenizer), max(1, tokens // (len(documents) * length))
+    room = length - (bos is not None)
+    rows, owners = [], []
+    for index, document in enumerate(documents):
+        # A token is seldom more than 16 characters: there is no need to tokenize a book for a few windows.
+        stretch, size = 16 * length, len(document.text)
+        if size <= share * stretch:
+            ids = tokenize(document, tokenizer, vocab_size).ids
+            found = ids[: len(ids) // room * room].reshape(-1, room)
+            found = found[np.arange(min(share, len(found))) * len(found) // max(min(share, len(found)), 1)]
+        else:
+            starts = np.arange(share) * (size - stretch) // max(share - 1, 1)
+            parts = [Document(document.name, document.text[s : s + stretch]) for s in starts]
+            found = [ids[:room] for ids in (tokenize(p, tokenizer, vocab_size).ids for p in parts) if len(ids) >= room]
+        rows += list(found)
+        owners += [index] * len(found)
+    if not rows:
+        names = ", ".join(d.name for d in documents)
+        raise UsageError(f"the text is too short: no document ({names}) fills a window of {length} tokens; give more")
+    windows = np.array(rows, np.int32)
+    if bos is not None:
+        windows = np.concatenate([np.full((len(windows), 1), bos, np.int32), windows], axis=1)
+    return windows, np.array(owners)

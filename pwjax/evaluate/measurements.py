@@ -1,0 +1,73 @@
+"""Measured divergences on disk, a line a plan, so that a truth check that was stopped goes on where it was.
+
+A line depends on the plan alone (the header binds the file to model, text and program shapes), so plans may be asked
+for in any order and by any later version of the sampling.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from pwjax.errors import UsageError
+
+DIGITS = "0123456789abcdefg"
+
+
+def plan_key(bits: np.ndarray) -> str:
+    """A plan as one character a block: its bits as a digit of base 17."""
+    return "".join(DIGITS[b] for b in np.asarray(bits).reshape(-1))
+
+
+class Measurements:
+    """``plan -> float64[windows]`` through ``measure``, each plan measured once; kept at ``path`` (None: nowhere).
+
+    ``header``: JSON-ready; a file that was begun under another one is refused with UsageError.
+    """
+
+    def __init__(self, measure: Callable[[np.ndarray], np.ndarray], header: dict, path: Path | None = None):
+        self._measure, self._file, self._known = measure, None, {}
+        if path is None:
+            return
+        lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
+        # A killed run may leave half a line at the end: it is measured again.
+        whole = [json.loads(line) for line in lines if line.endswith("\n")]
+        if whole and whole[0] != header:
+            differs = sorted(k for k in {*whole[0], *header} if whole[0].get(k) != header.get(k))
+            raise UsageError(
+                f"{path} holds measurements of another run ({', '.join(differs)} differ); "
+                "give the arguments of that run, or delete the file"
+            )
+        self._known = {line["plan"]: np.array(line["kl"]) for line in whole[1:]}
+        if lines and not lines[-1].endswith("\n"):
+            path.write_text("".join(lines[:-1]), "utf-8")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(path, "a", encoding="utf-8")
+        if not whole:
+            self._write(header)
+
+    def __contains__(self, bits: np.ndarray) -> bool:
+        return plan_key(bits) in self._known
+
+    def __call__(self, bits: np.ndarray) -> np.ndarray:
+        """Mean KL of a token of each window, float64[windows]."""
+        key = plan_key(bits)
+        if key not in self._known:
+            self._known[key] = self._measure(bits)
+            if self._file:
+                self._write({"plan": key, "kl": self._known[key].tolist()})
+        return self._known[key]
+
+    def close(self) -> None:
+        """Close the file; harmless when done twice."""
+        if self._file:
+            self._file.close()
+            self._file = None
+
+    def _write(self, record: dict) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
