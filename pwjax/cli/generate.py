@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from pwjax.units import format_bytes
 @click.argument("prompt", required=False)
 @click.option("--prompts", metavar="FILE", help="JSONL of prompts, or - for standard input; see below.")
 @click.option("--output", "-o", metavar="FILE", help="JSONL to append results to; a killed job resumes from it.")
+@click.option("--chat", is_flag=True, help="Prompts are what a user says: put them into the model's chat template.")
 @engine_options
 @click.option("--max-tokens", type=int, default=128, show_default=True, help="New tokens at most.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the run; each request derives its own.")
@@ -38,6 +40,7 @@ def command(
     prompt: str | None,
     prompts: str | None,
     output: str | None,
+    chat: bool,
     options: EngineOptions,
     skip_bad_lines: bool,
     stats_file: str | None,
@@ -48,8 +51,9 @@ def command(
 ) -> None:
     """Continue PROMPT (or - for standard input), or every prompt of a JSONL file.
 
-    A line of --prompts is a JSON string, or an object with "prompt" or "prompt_token_ids", and optionally "id" and
-    sampling fields such as "max_tokens", "temperature", "seed", "stop", "stop_token_ids", "logprobs".
+    A line of --prompts is a JSON string, or an object with "prompt", "prompt_token_ids" or "messages" (a chat, as in
+    [{"role": "user", "content": "Hello"}]), and optionally "id" and sampling fields such as "max_tokens",
+    "temperature", "seed", "stop", "stop_token_ids", "logprobs".
     """
     if (prompt is None) == (prompts is None):
         raise UsageError("give one prompt, or --prompts FILE" + (", not both" if prompt is not None else ""))
@@ -68,6 +72,7 @@ def command(
         requests = [Request(0, text, None, defaults.with_fields(seed=request_seed(run_seed, 0)))]
     for name in (stats_file, log):
         _writable(name)
+    requests = _rendered(requests, chat, options.model)
     total, refused = len(requests), {}
 
     with Interrupts() as interrupts, _writer(output, options, defaults) as writer:
@@ -105,6 +110,23 @@ def command(
         done = f" after {total - len(requests) + emit.count} of {total} requests" if prompts else ""
         raise InterruptedRun(f"interrupted{done}" + ("; the same command goes on" if writer else ""))
     _raise_refused(refused | emit.refused)
+
+
+def _rendered(requests: list, chat: bool, model: str | None) -> list:
+    """The requests with messages, or all with a prompt where ``chat``, turned into prompts of the chat template."""
+    if chat:
+        said = lambda text: ({"role": "user", "content": text},)  # noqa: E731
+        requests = [r if r.prompt is None else replace(r, prompt=None, messages=said(r.prompt)) for r in requests]
+    if all(r.messages is None for r in requests):
+        return requests
+    from pwjax.engine.text import Tokenizer
+    from pwjax.loading import open_model
+
+    artifact = open_model(model)
+    if artifact.tokenizer_path is None:
+        raise PromptError(f"{artifact.path} has no tokenizer and so no chat template; give prompt_token_ids")
+    tokenizer = Tokenizer.load(artifact.tokenizer_path, artifact.config.bos_token_id)
+    return [r.rendered(tokenizer) for r in requests]
 
 
 class _Emitter:

@@ -4,10 +4,12 @@ A line is a JSON string (the prompt) or an object::
 
     {"id": "a7", "prompt": "Once upon", "max_tokens": 64, "temperature": 0.7, "stop": ["\\n\\n"]}
     {"prompt_token_ids": [5, 19, 7]}
+    {"messages": [{"role": "user", "content": "Hello"}]}
 
-Keys: ``id``, one of ``prompt`` and ``prompt_token_ids``, and the fields of SamplingParams. An id is a string or a
-whole number; a line without one gets its 0-based line number, counted over all lines so that a skipped line moves
-nobody else's id. Ids are unique as text: 7 and "7" are the same, since a resumed job finds its finished requests by id.
+Keys: ``id``, one of ``prompt``, ``prompt_token_ids`` and ``messages``, and the fields of SamplingParams. An id is a
+string or a whole number; a line without one gets its 0-based line number, counted over all lines so that a skipped
+line moves nobody else's id. Ids are unique as text: 7 and "7" are the same, since a resumed job finds its finished
+requests by id.
 """
 
 import hashlib
@@ -18,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, Self, TextIO
 
+from pwjax.engine.chat import Message, checked_messages
 from pwjax.engine.sampling import MAX_SEED, SamplingParams
 from pwjax.engine.text import Tokenizer
 from pwjax.errors import PromptError, PWJaxError, UsageError
@@ -27,18 +30,21 @@ from pwjax.errors import PromptError, PWJaxError, UsageError
 class Request:
     """One prompt and how to continue it.
 
-    Either ``prompt`` or ``prompt_token_ids`` is set when it comes in; ``tokenized`` fills in the ids. Raises
-    PromptError for an empty prompt.
+    One of ``prompt``, ``prompt_token_ids`` and ``messages`` is set when it comes in; ``rendered`` turns messages into
+    the prompt of the model's chat template, ``tokenized`` fills in the ids. Raises PromptError for an empty prompt.
     """
 
     id: str | int
     prompt: str | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    messages: tuple[Message, ...] | None = None
 
     def __post_init__(self):
-        if self.prompt is None and self.prompt_token_ids is None:
-            raise PromptError("a request needs a prompt or prompt_token_ids")
+        if self.messages is not None:
+            object.__setattr__(self, "messages", checked_messages(self.messages))
+        elif self.prompt is None and self.prompt_token_ids is None:
+            raise PromptError("a request needs a prompt, prompt_token_ids or messages")
         if self.prompt == "" and not self.prompt_token_ids:
             raise PromptError("the prompt is empty; give at least one character")
         if self.prompt_token_ids is not None and not self.prompt_token_ids:
@@ -49,17 +55,25 @@ class Request:
         """The id as text: what makes it unique."""
         return str(self.id)
 
+    def rendered(self, tokenizer: Tokenizer) -> Self:
+        """A copy whose ``prompt`` is the chat template's text, where there are messages; PromptError without one."""
+        if self.messages is None or self.prompt is not None:
+            return self
+        return replace(self, prompt=tokenizer.chat_prompt(self.messages))
+
     def tokenized(self, tokenizer: Tokenizer, vocab_size: int) -> Self:
         """A copy with ``prompt_token_ids``; PromptError if an id is outside ``vocab_size`` or nothing is left."""
-        ids = self.prompt_token_ids
+        ids, request = self.prompt_token_ids, self
         if ids is None:
-            assert self.prompt is not None
-            ids = tuple(tokenizer.encode(self.prompt))
+            request = self.rendered(tokenizer)
+            assert request.prompt is not None
+            # A template writes the special tokens itself.
+            ids = tuple((tokenizer.encode if self.messages is None else tokenizer.encode_plain)(request.prompt))
             if not ids:
                 raise PromptError("the prompt has no tokens; give at least one character that the tokenizer keeps")
         check_token_ids("prompt_token_ids", ids, vocab_size)
         check_token_ids("stop_token_ids", self.sampling.stop_token_ids, vocab_size)
-        return replace(self, prompt_token_ids=ids)
+        return replace(request, prompt_token_ids=ids)
 
 
 def as_requests(
@@ -164,7 +178,7 @@ def parse_requests(
     return requests
 
 
-_KEYS = ("id", "prompt", "prompt_token_ids", *SamplingParams.field_names())
+_KEYS = ("id", "prompt", "prompt_token_ids", "messages", *SamplingParams.field_names())
 
 
 def _parse(line: bytes, index: int, defaults: SamplingParams, vocab_size: int | None) -> Request:
@@ -186,9 +200,9 @@ def _parse(line: bytes, index: int, defaults: SamplingParams, vocab_size: int | 
     request_id = value.pop("id", index)
     if isinstance(request_id, bool) or not isinstance(request_id, str | int) or request_id == "":
         raise PromptError(f"id must be a non-empty string or a whole number, got {json.dumps(request_id)}")
-    prompt, ids = value.pop("prompt", None), value.pop("prompt_token_ids", None)
-    if (prompt is None) == (ids is None):
-        raise PromptError("give exactly one of prompt and prompt_token_ids")
+    prompt, ids, messages = (value.pop(key, None) for key in ("prompt", "prompt_token_ids", "messages"))
+    if sum(given is not None for given in (prompt, ids, messages)) != 1:
+        raise PromptError("give exactly one of prompt, prompt_token_ids and messages")
     if isinstance(request_id, str):
         _check_text("id", request_id)
     if prompt is not None:
@@ -198,7 +212,7 @@ def _parse(line: bytes, index: int, defaults: SamplingParams, vocab_size: int | 
     # null means the default, for programs that write every key; only logprobs has a null of its own.
     given = {key: v for key, v in value.items() if v is not None or key == "logprobs"}
     sampling = defaults.with_fields(**{"seed": request_seed(defaults.seed or 0, request_id), **given})
-    request = Request(request_id, prompt, None if ids is None else tuple(ids), sampling)
+    request = Request(request_id, prompt, None if ids is None else tuple(ids), sampling, messages)
     if vocab_size is not None:
         check_token_ids("prompt_token_ids", request.prompt_token_ids or (), vocab_size)
         check_token_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)

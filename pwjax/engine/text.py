@@ -7,11 +7,13 @@ and releases it at the end, so that the streamed pieces concatenate to the final
 """
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
 import tokenizers
 
+from pwjax.engine.chat import ChatTemplate, Message
 from pwjax.errors import CheckpointError, PromptError
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -20,15 +22,20 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class Tokenizer:
     """A ``tokenizer.json`` with the few operations that generation needs.
 
-    ``bos_token_id`` is the model's, if it has one: text that already begins with it is not given a second.
+    Text that already begins with the token that the tokenizer puts before a text is not given a second.
+    ``bos_token_id`` is the model's, if it has one; ``folder`` is where the chat template is, if there is one.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, bos_token_id: int | None = None):
+    def __init__(self, backend: tokenizers.Tokenizer, bos_token_id: int | None = None, folder: Path | None = None):
         # A tokenizer.json can carry the truncation and padding of its training run; both would damage prompts.
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
         self.bos_token_id = bos_token_id
+        self._folder = folder
+        # The BOS that the tokenizer itself puts before a text; a config.json can name one that it does not use.
+        with_bos, without = (backend.encode("a", add_special_tokens=special).ids for special in (True, False))
+        self._bos = with_bos[0] if with_bos[:1] != without[:1] else None
 
     @classmethod
     def load(cls, path: str | Path, bos_token_id: int | None = None) -> Self:
@@ -38,7 +45,7 @@ class Tokenizer:
         if not file.is_file():
             raise CheckpointError(f"no tokenizer at {file}; a checkpoint directory must hold a tokenizer.json")
         try:
-            return cls(tokenizers.Tokenizer.from_file(str(file)), bos_token_id)
+            return cls(tokenizers.Tokenizer.from_file(str(file)), bos_token_id, file.parent)
         except Exception as error:  # the tokenizers library raises bare Exception
             raise CheckpointError(f"{file} is not a tokenizer.json that can be read: {error}") from error
 
@@ -49,19 +56,33 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer itself adds, and never two BOS."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # the backend would only say that this is no str
-            raise PromptError(f"the prompt is not valid Unicode: {error.reason} at character {error.start}") from error
-        ids = self.backend.encode(text, add_special_tokens=True).ids
-        if self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2:
+        ids = self._encode(text, add_special_tokens=True)
+        if self._bos is not None and ids[:2] == [self._bos] * 2:
             # The text came from a chat template that had written the BOS out.
             return ids[1:]
         return ids
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of ``text`` with no special tokens added, for corpora that are cut into windows."""
-        return self.backend.encode(text, add_special_tokens=False).ids
+        """Token ids of ``text`` with no special tokens added: corpora cut into windows, rendered chat templates."""
+        return self._encode(text, add_special_tokens=False)
+
+    def chat_prompt(self, messages: Sequence[Message]) -> str:
+        """What asks for an answer to ``messages``, for :meth:`encode_plain`; PromptError if there is no template."""
+        if self.chat is None:
+            raise PromptError("this model has no chat template; give a prompt instead of messages")
+        return self.chat.render(messages)
+
+    @cached_property
+    def chat(self) -> ChatTemplate | None:
+        """The model's chat template, read when it is first used."""
+        return None if self._folder is None else ChatTemplate.load(self._folder)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # the backend would only say that this is no str
+            raise PromptError(f"the prompt is not valid Unicode: {error.reason} at character {error.start}") from error
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids`` without special tokens; bytes that are no UTF-8 become U+FFFD."""

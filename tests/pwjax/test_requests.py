@@ -66,7 +66,7 @@ def test_seeds_come_from_the_run_seed_and_the_id_not_the_order():
         ('{"prompt": 3}', "prompt must be a string, got a number"),
         ('{"prompt": "\\ud800"}', "prompt is not valid Unicode"),
         ('{"id": "\\ud800", "prompt": "a"}', "id is not valid Unicode"),
-        ('{"id": "x"}', "exactly one of prompt and prompt_token_ids"),
+        ('{"id": "x"}', "exactly one of prompt, prompt_token_ids and messages"),
         ('{"prompt": "a", "prompt_token_ids": [1]}', "exactly one of prompt"),
         ('{"prompt_token_ids": []}', "prompt_token_ids is empty"),
         ('{"prompt_token_ids": [1.5]}', "must be a list of whole numbers"),
