@@ -5,6 +5,7 @@ anyprecision  quantize_block, dequantize: one expert matrix at every width
 lut_groups    choose_lut_rows: how many rows share a table, and the page size
 sensitivity   squared_gradients, routing_shares, paper_damage: what a weight, and a block, is worth
 text          windows: calibration text to token windows
+residual      Samples, fit_heads, judge: how much more one sequence suffers than the average one
 agreement     agreement, reliability: how well predicted damage orders and scales like measured loss
 report        layer_rows, table: relative error of every layer at every width
 """

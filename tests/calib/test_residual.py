@@ -1,0 +1,98 @@
+import numpy as np
+import pytest
+
+from calib.residual import Samples, column_energy, fit_heads, judge, moments_feature, split, transitions
+from calib.rows import Rows
+
+
+def samples_where(log_ratio, rng, sequences=60, layers=2, experts=6, widths=4):
+    """Samples whose damage a token is exp(log_ratio(norms)) of an average that differs from block to block."""
+    shape = sequences, layers, experts
+    tokens = rng.integers(10, 60, shape).astype(float)
+    gates = 0.3 * tokens
+    mean = rng.uniform(5, 9, (*shape, 2))
+    norms = np.stack([gates[..., None] * mean, gates[..., None] * (mean * 1.1) ** 2, mean * 1.5], -1)
+    average = np.exp(rng.normal(size=(1, layers, experts, 2, 1))) * 4.0 ** -np.arange(widths)
+    factor = np.exp(log_ratio(mean))[..., None]
+    damage = tokens[..., None, None] * average * factor
+    return Samples(tokens, gates, norms, damage, damage.copy())
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
+
+
+def test_a_residual_that_norms_explain_is_found_and_helps(rng):
+    samples = samples_where(lambda norm: 0.4 * (norm - 7) + 0.05 * rng.normal(size=norm.shape), rng)
+    fitted = split(np.repeat([0, 1, 2], 20), seed=1)
+    assert 0.6 < fitted.mean() < 0.72
+    heads = fit_heads(samples.features()[..., None, :], samples, fitted)
+    assert heads.confidence.shape == (2, 3) and (heads.confidence > 0.9).all()
+    eta = heads.factor(samples.features()[..., None, :])
+    # Twice the norm difference, twice the effect: the head is in the units of the features.
+    assert np.corrcoef(np.log(eta[..., 0, 0]).ravel(), samples.features()[..., 0, 0].ravel())[0, 1] > 0.98
+    verdict = judge(samples, eta, fitted)
+    assert verdict["helps"] and verdict["on"] < 0.3 * verdict["off"] and verdict["change_95"][1] < 0
+
+
+def test_a_residual_that_norms_do_not_explain_is_told(rng):
+    samples = samples_where(lambda norm: rng.normal(size=norm.shape), rng)
+    fitted = split(np.zeros(60, int), seed=1)
+    heads = fit_heads(samples.features()[..., None, :], samples, fitted)
+    assert (heads.confidence < 0.1).all()
+    verdict = judge(samples, heads.factor(samples.features()[..., None, :]), fitted)
+    assert abs(verdict["change"]) < 0.05 * verdict["off"]
+    assert np.isfinite(heads.weights).all() and (heads.low <= heads.high).all()
+
+
+def test_moments_predict_what_they_measure(rng):
+    samples = samples_where(lambda norm: rng.normal(size=norm.shape), rng)
+    fitted = split(np.zeros(60, int), seed=1)
+    feature = moments_feature(samples, fitted)
+    heads = fit_heads(feature, samples, fitted)
+    np.testing.assert_allclose(heads.weights, 1, atol=0.01)
+    assert judge(samples, heads.factor(feature), fitted)["helps"]
+
+
+def test_experts_without_tokens_change_nothing(rng):
+    samples = samples_where(lambda norm: 0.4 * (norm - 7), rng)
+    fitted = split(np.zeros(60, int), seed=1)
+    for array in samples:
+        array[:, 1, 2] = 0
+    heads = fit_heads(samples.features()[..., None, :], samples, fitted)
+    features = samples.features()
+    assert not features[:, 1, 2].any() and (heads.factor(features[..., None, :])[:, 1, 2] == 1).all()
+    assert np.isfinite(judge(samples, heads.factor(features[..., None, :]), fitted)["on"])
+    empty = Samples.empty(6, 2, 3, 4)
+    nothing = fit_heads(empty.features()[..., None, :], empty, split(np.zeros(6, int), 0))
+    assert not nothing.weights.any() and not nothing.confidence.any()
+
+
+def test_pieces_of_tokens_add_up_and_moments_are_exact_for_one_error(rng):
+    """With one wrong column, the squared output error along the Fisher weights is what the moment form says."""
+    hidden, inner, widths = 6, 4, 3
+    exact = rng.normal(size=(2 * inner, hidden)), rng.normal(size=(hidden, inner))
+    fisher = rng.uniform(0.5, 2, hidden)
+    wide = exact[0][None] + np.zeros((widths, 1, 1)), np.repeat(exact[1][None], widths, 0)
+    wide[1][:, :, 2] += rng.normal(size=(widths, hidden))
+    energy = column_energy(exact, wide, fisher)
+    assert not energy[0].any() and not energy[1][:, [0, 1, 3]].any()
+
+    used = np.arange(5) < np.array([5, 3, 0])[:, None]
+    values = rng.normal(size=(3, 5, hidden)) * used[..., None], rng.normal(size=(3, 5, inner))
+    gates = rng.uniform(size=(3, 5)) * used
+    rows = Rows(values[0], values[0], gates, used, np.array([0, 1, -1]), np.ones(3, bool), np.ones(3, bool))
+    error = np.einsum("cmi,bhi->bcmh", values[1], wide[1] - exact[1]) * gates[..., None]
+    damage = np.stack([np.zeros((widths, 3, 5)), (error**2 @ fisher) * used])
+
+    samples = Samples.empty(2, 1, 1, widths)
+    samples.add(0, 0, rows, values[1], damage, energy)
+    samples.add(0, 0, rows, values[1], damage, energy)
+    assert samples.tokens[:, 0, 0].tolist() == [10, 6]
+    np.testing.assert_allclose(samples.moments[:, 0, 0, 1], samples.damage[:, 0, 0, 1])
+    np.testing.assert_allclose(samples.damage[0, 0, 0, 1], 2 * damage[1, :, 0].sum(-1))
+    norm = np.linalg.norm(values[0][1], axis=-1)[:3]
+    wanted = [np.average(norm, weights=gates[1, :3]), np.sqrt(np.average(norm**2, weights=gates[1, :3])), norm.max(), 1]
+    np.testing.assert_allclose(samples.features()[1, 0, 0, 0], wanted)
+    assert transitions(samples.damage, samples.tokens).shape == (2, 1, 1, 2, widths - 1)
