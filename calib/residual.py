@@ -97,7 +97,7 @@ def column_energy(exact: tuple, widths: tuple, fisher: np.ndarray) -> tuple[np.n
 
 
 class Heads(NamedTuple):
-    """``weights`` float64[2, B-1, F], ``confidence``, ``low`` and ``high`` float64[2, B-1]; ``held_out_r2`` unclipped."""
+    """``weights`` float64[2, B-1, F]; the rest float64[2, B-1], ``held_out_r2`` before it is clipped to a confidence."""
 
     weights: np.ndarray
     confidence: np.ndarray
@@ -119,7 +119,7 @@ def transitions(sums: np.ndarray, tokens: np.ndarray) -> np.ndarray:
 
 
 def moments_feature(samples: Samples, fitted: np.ndarray) -> np.ndarray:
-    """Log of a sequence's moment estimate over the average of the sequences ``fitted`` bool[n]: [n, L, E, 2, B-1, 1]."""
+    """Log of a sequence's moment estimate over the average of those ``fitted`` bool[n]: [n, L, E, 2, B-1, 1]."""
     mean = transitions(samples.moments[fitted].sum(0), samples.tokens[fitted].sum(0))
     return _log_ratio(transitions(samples.moments, samples.tokens), mean)[..., None]
 
@@ -178,7 +178,7 @@ def judge(samples: Samples, eta: np.ndarray, fitted: np.ndarray, seed: int = 0) 
 
 
 def split(sources: np.ndarray, seed: int, share: float = 2 / 3) -> np.ndarray:
-    """Which sequences to fit on, bool[n]: ``share`` of each source (int[n]), at random, at least one left out of two."""
+    """Which sequences to fit on, bool[n]: at random ``share`` of each source (int[n]), one of two at most."""
     rng, fitted = np.random.default_rng(seed), np.zeros(len(sources), bool)
     for source in np.unique(sources):
         own = rng.permutation(np.flatnonzero(sources == source))
