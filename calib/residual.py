@@ -97,7 +97,7 @@ def column_energy(exact: tuple, widths: tuple, fisher: np.ndarray) -> tuple[np.n
 
 
 class Heads(NamedTuple):
-    """``weights`` float64[2, B-1, F]; the rest float64[2, B-1], ``held_out_r2`` before it is clipped to a confidence."""
+    """``weights`` float64[2, B-1, F]; the rest float64[2, B-1]. ``held_out_r2`` clipped to 0..1 is ``confidence``."""
 
     weights: np.ndarray
     confidence: np.ndarray
