@@ -25,7 +25,8 @@ class Observation:
     will need over the look-ahead. ``blocked_pages``: pages that were needed and could not be had, beyond growth.
     ``releasing_pages``: pages that demotions in flight will free. ``reserving_pages``: pages that promotions
     in flight have not yet taken from the free ones. ``routing_mass`` float[layers, experts] or None: recent
-    router-weight share. ``boundary``: counts up.
+    router-weight share. ``boundary``: counts up. ``floor_bits``: no block may go below, whatever the stage, while
+    requests run that ask for it. ``max_damage``: predicted damage that no plan may exceed, None: no limit.
     """
 
     bits: np.ndarray
@@ -37,6 +38,8 @@ class Observation:
     blocked_pages: int = 0
     releasing_pages: int = 0
     reserving_pages: int = 0
+    floor_bits: int = 0
+    max_damage: float | None = None
 
 
 class Policy(Protocol):
@@ -120,7 +123,8 @@ class DefaultPolicy:
         self._bits = np.array(o.bits)
         pressure = self._trigger.read(o)
         if pressure.release_pages:
-            stages = self.floors.stages(table, o.routing_mass)
+            least = table.widths[int(np.searchsorted(table.widths, o.floor_bits))]
+            stages = [np.maximum(stage, least) for stage in self.floors.stages(table, o.routing_mass)]
             return demote(table, o.bits, pressure.release_pages, stages, o.moving, str(pressure))
         if pressure.spare_pages:
             resting = o.moving | (self._rests_until > o.boundary)

@@ -11,7 +11,7 @@ The only device state is the dense parameters, the arena and the tables; everyth
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +19,8 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from planner import Observation, Plan
+from planner import Plan
+from pwjax.engine.boundary import Boundaries, Callback
 from pwjax.engine.dispatch import Dispatcher
 from pwjax.engine.parts import Model, Parts, Snapshot
 from pwjax.engine.requests import Request, as_requests, request_seed
@@ -30,12 +31,6 @@ from pwjax.engine.statistics import run_statistics
 from pwjax.engine.steps import Sampled
 from pwjax.errors import PromptError, PWJaxError
 from pwjax.memory import PageTable
-from pwjax.models import RoutingStats
-
-# Boundaries over which the growth of running sequences counts as pressure: demotions must land before KV runs out.
-LOOKAHEAD_BOUNDARIES = 8
-# Weight of the newest dispatch in the running routing mass.
-MASS_DECAY = 0.05
 
 
 class Engine:
@@ -49,19 +44,13 @@ class Engine:
         self.model = Model(parts.shapes)
         self.config, self.tokenizer = parts.shapes.config, parts.tokenizer
         self.scheduler = Scheduler(parts.kv, parts.shapes.decode_tokens, reserve_all=not parts.moves)
-        self.frozen_plan = not parts.moves
-        self._boundary_index = 0
+        self.boundaries = Boundaries(parts, self.scheduler)
         self._order = 0
         self._dispatcher = Dispatcher(parts)
-        self._mass = np.array(parts.table.routing_mass, np.float64)
-        self._lowest_bits = parts.table.mean_bits(parts.start_bits)
         self._refused: list[Completion] = []
-        self._last_failure: str | None = None
-        self._locked = False
+        self._locked = self._stepping = False
         # The boundary of the last turn in which nothing could run although no move was on its way.
         self._stalled_at = -1
-        # Whether all that the pager has left are moves that wait for free pages.
-        self._starved = False
 
     # Requests
 
@@ -128,13 +117,14 @@ class Engine:
 
     def step(self) -> list[Piece | Completion]:
         """One turn: boundary, admission, one prefill chunk, one decode dispatch. Returns what became final."""
-        self._unlocked()
+        self._unlocked(boundary=True)
         events: list[Piece | Completion] = list(self._refused)
         self._refused.clear()
-        self._boundary()
+        with self._between_dispatches():
+            self.boundaries.run()
         admitted = self.scheduler.admit()
         if admitted:
-            self._log("admit", requests=[self._described(s) for s in admitted])
+            self.boundaries.log("admit", requests=[self._described(s) for s in admitted])
         sequence = self.scheduler.next_prefill()
         if sequence:
             events += self._prefill(sequence)
@@ -145,65 +135,21 @@ class Engine:
             self._relieve()
         return events
 
-    def _boundary(self) -> None:
-        """Let the policy plan and the pager commit; the only place where precision changes."""
-        pager = self.parts.pager
-        self._boundary_index += 1
-        if not self.frozen_plan:
-            if self.scheduler.blocked_pages:
-                pager.cancel_promotions()
-            plan = self.parts.policy.step(self.observe().observation)
-            if plan is not None and plan.moves:
-                self._request(plan)
-        if not pager.idle or not self.frozen_plan:
-            self._commit()
-
-    def _commit(self) -> None:
-        """Let the pager collect, commit and start copies; keep count and log."""
-        report = self.parts.pager.boundary(self._boundary_index)
-        self._starved = bool(report.blocked_pages) and not self.parts.pager.moving.any()
-        self.parts.meter.observe()
-        bits = self.parts.table.mean_bits(self.parts.pager.committed)
-        self._lowest_bits = min(self._lowest_bits, bits)
-        if report.failed:
-            self._last_failure = report.failed[-1][1]
-        if report.committed or report.failed:
-            changes = [[c.block, c.from_bits, c.to_bits, c.written_pages, c.freed_pages] for c in report.committed]
-            self._log(
-                "commit", epoch=report.epoch, changes=changes, failed=report.failed, given_up=report.given_up,
-                mean_bits=round(bits, 4),
-            )  # fmt: skip
-
-    def _request(self, plan: Plan) -> None:
-        pager = self.parts.pager
-        pending = self._pending()
-        changes = plan.changes()
-        pager.request(np.where(pending, pager.desired, plan.bits), [c.block for c in changes])
-        self._log(
-            "plan", cause=plan.cause, status=plan.status.name, stage=plan.stage, released_pages=plan.released_pages,
-            blocks=len(changes), damage=plan.damage, mean_bits=round(self.parts.table.mean_bits(plan.bits), 4),
-        )  # fmt: skip
-
-    def _pending(self) -> np.ndarray:
-        """Blocks with a move queued or in flight, and those given up: a plan leaves them alone."""
-        pager = self.parts.pager
-        return pager.moving | pager.given_up | (pager.desired != pager.committed)
-
     def _relieve(self) -> None:
         """Nothing could run: let precision give way first, else preempt the newest sequence, else refuse the last."""
         scheduler, pager = self.scheduler, self.parts.pager
         if pager.cancel_promotions():
             return
-        if not pager.idle and not self._starved:
+        if not pager.idle and not self.boundaries.starved:
             time.sleep(0.0005)
             return
         # The policy learns at the next boundary what could not be reserved in this turn.
-        first, self._stalled_at = self._stalled_at != self._boundary_index - 1, self._boundary_index
-        if first and not self.frozen_plan:
+        first, self._stalled_at = self._stalled_at != self.boundaries.index - 1, self.boundaries.index
+        if first and not self.boundaries.frozen:
             return
         sequence = scheduler.preempt_newest()
         if sequence is not None:
-            self._log("preempt", id=sequence.request.id, generated=len(sequence.generated))
+            self.boundaries.log("preempt", id=sequence.request.id, generated=len(sequence.generated))
             return
         alone = next(iter(scheduler.running), None) or scheduler.waiting[0]
         if alone.slot < 0:
@@ -217,7 +163,7 @@ class Engine:
 
     def _prefill(self, sequence: Sequence) -> list[Piece | Completion]:
         sampled, stats = self._dispatcher.prefill(sequence)
-        self._observe_routing(stats)
+        self.boundaries.observe_routing(stats)
         # The token after a prompt that had to be computed again is there already.
         if sequence.kv_tokens < sequence.prefill_target or sequence.generated:
             return []
@@ -226,7 +172,7 @@ class Engine:
     def _decode(self, limits: list[int]) -> list[Piece | Completion]:
         running = [s if limit else None for s, limit in zip(self.scheduler.slots, limits, strict=True)]
         sampled, stats = self._dispatcher.decode(running, limits)
-        self._observe_routing(stats)
+        self.boundaries.observe_routing(stats)
         events = []
         for slot, sequence in enumerate(running):
             if sequence:
@@ -252,57 +198,46 @@ class Engine:
             self.scheduler.release(sequence)
             completion = sequence.completion()
             events.append(completion)
-            self._log("finish", id=completion.id, reason=completion.finish_reason, tokens=completion.generated_tokens)
+            self.boundaries.log(
+                "finish", id=completion.id, reason=completion.finish_reason, tokens=completion.generated_tokens
+            )
         return events
-
-    def _observe_routing(self, stats: RoutingStats) -> None:
-        mass = np.asarray(stats.mass, np.float64)
-        total = mass.sum(-1, keepdims=True)
-        if np.all(total > 0):
-            self._mass += MASS_DECAY * (mass / total - self._mass)
 
     # Precision
 
     def observe(self) -> Snapshot:
         """The state that plans are made from; pages count weights and KV alike."""
-        parts = self.parts
-        growth = self.scheduler.growth_pages(LOOKAHEAD_BOUNDARIES * parts.shapes.decode_tokens)
-        observation = Observation(
-            bits=parts.pager.committed,
-            moving=self._pending(),
-            free_pages=parts.allocator.free_pages,
-            growth_pages=growth,
-            boundary=self._boundary_index,
-            routing_mass=self._mass.copy(),
-            blocked_pages=self.scheduler.blocked_pages,
-            releasing_pages=parts.pager.releasing_pages,
-            reserving_pages=parts.pager.reserving_pages,
-        )
-        return Snapshot(parts.table, observation, parts.memory.page_bytes)
+        return self.boundaries.observe()
 
     def apply(self, plan: Plan) -> None:
-        """Ask for a plan's bits; they come into force at the next boundaries, as copies land.
+        """Ask for a plan's changes; they come into force at the next boundaries, as copies land.
 
-        Also where no policy moves them (fixed bits, or after :meth:`freeze`).
+        Also where no policy moves them (fixed bits, or after :meth:`freeze`). A plan that moves nothing by itself
+        (``planner.uniform``, ``planner.fit``) asks for all of its bits. Blocks that are moving, or that have other
+        bits by now than those the plan was made from, are left alone; the log counts them as ``stale``.
         """
         self._unlocked()
-        self._request(plan)
+        self.boundaries.request(plan)
+
+    def on_boundary(self, callback: Callback) -> Callable[[], None]:
+        """Call ``callback(boundary)`` in every phase of every boundary from now on; returns what ends that.
+
+        Phases come in a fixed order: stats, pressure, plan, stage, commit, retire (see :mod:`pwjax.engine.boundary`).
+        A callback may apply plans and must not step the engine; what it raises reaches whoever did.
+        """
+        self.boundaries.callbacks.append(callback)
+        return lambda: self.boundaries.callbacks.remove(callback)
 
     def settle(self, timeout_s: float = 60.0) -> None:
-        """Run boundaries until no move is left; PWJaxError after ``timeout_s`` seconds."""
-        self._unlocked()
-        began = time.monotonic()
-        while not self.parts.pager.idle:
-            self._boundary_index += 1
-            self._commit()
-            if time.monotonic() - began > timeout_s:
-                raise PWJaxError(f"precision moves did not finish within {timeout_s:g} seconds")
-            time.sleep(0.0005)
+        """Run boundaries without the policy until no move is left; PWJaxError after ``timeout_s`` seconds."""
+        self._unlocked(boundary=True)
+        with self._between_dispatches():
+            self.boundaries.settle(timeout_s)
 
     def freeze(self) -> np.ndarray:
         """Keep the committed bits from now on, queued moves dropped; returns them, int32[n]."""
         self.parts.pager.close()
-        self.frozen_plan = True
+        self.boundaries.frozen = True
         self.scheduler.reserve_all = True
         return self.parts.pager.committed
 
@@ -323,7 +258,9 @@ class Engine:
 
     def stats(self) -> dict:
         """The object that ``--stats`` writes: memory, precision, compile, throughput, transfers, versions."""
-        return run_statistics(self.parts, self.scheduler.preemptions, self._lowest_bits, self._last_failure)
+        return run_statistics(
+            self.parts, self.scheduler.preemptions, self.boundaries.lowest_bits, self.boundaries.last_failure
+        )
 
     def close(self) -> None:
         """Stop the transfers and free the device memory; harmless when done twice."""
@@ -359,7 +296,7 @@ class Engine:
             )
         pages = self.parts.kv.pages_for(min(context, length + request.sampling.max_tokens))
         lowest = self.parts.memory.weights_min_pages
-        if self.frozen_plan:
+        if self.boundaries.frozen:
             lowest = self.parts.table.total_pages(self.parts.pager.committed)
         room = self.parts.memory.capacity_pages - lowest
         if pages > room:
@@ -382,12 +319,21 @@ class Engine:
         fields = {name: getattr(sequence.request.sampling, name) for name in SamplingParams.field_names()}
         return {"id": sequence.request.id, "slot": sequence.slot, "prompt_token_ids": list(sequence.prompt), **fields}
 
-    def _log(self, kind: str, **fields) -> None:
-        state = {"boundary": self._boundary_index, "free_pages": self.parts.allocator.free_pages}
-        self.parts.log.write({"kind": kind, **state, "kv_pages": self.parts.kv.used_pages, **fields})
+    @contextmanager
+    def _between_dispatches(self) -> Iterator[None]:
+        """Callbacks of a boundary run inside: they must not start another one."""
+        self._stepping = True
+        try:
+            yield
+        finally:
+            self._stepping = False
 
-    def _unlocked(self) -> None:
+    def _unlocked(self, boundary: bool = False) -> None:
         if self.parts.arena.array.is_deleted():
             raise PWJaxError("the engine is closed; make another one with pwjax.load")
         if self._locked:
             raise PWJaxError("the engine is frozen: leave the engine.frozen() block before it can step or apply a plan")
+        if boundary and self._stepping:
+            raise PWJaxError(
+                "a boundary callback cannot step or settle the engine; apply a plan, and let the loop go on"
+            )

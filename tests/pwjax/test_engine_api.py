@@ -1,9 +1,14 @@
 """The engine as a library: what it takes, and what it says when it is handed something else."""
 
+import json
+
 import jax
+import numpy as np
 import pytest
 
 import pwjax
+from planner import uniform
+from pwjax.engine.boundary import PHASES
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +60,50 @@ def test_a_closed_engine_says_so(tiny_artifact):
         with pytest.raises(pwjax.PWJaxError, match="the engine is closed"):
             use()
     assert engine.stats()["precision"]["epochs"] >= 1
+
+
+def test_an_old_plan_changes_only_its_own_blocks(tiny_artifact, tmp_path):
+    log = tmp_path / "log.jsonl"
+    with pwjax.load(tiny_artifact, batch=2, context=64, log=log) as engine:
+        engine.freeze()
+        start = engine.parts.pager.committed
+        old = pwjax.plan(engine.observe(), target_bytes=10 * engine.parts.memory.page_bytes)
+        newer = pwjax.plan(engine.observe(), target_bytes=30 * engine.parts.memory.page_bytes)
+        for plan in (newer, old):
+            engine.apply(plan)
+            engine.settle()
+        moved = newer.bits != start
+        assert np.array_equal(engine.parts.pager.committed[moved], newer.bits[moved])
+        # A static plan moves nothing by itself: all of its bits are asked for.
+        engine.apply(uniform(engine.parts.table, 3))
+        engine.settle()
+        assert set(engine.parts.pager.committed) == {3}
+    plans = [r for r in map(json.loads, log.read_text().splitlines()) if r["kind"] == "plan"]
+    assert [p["blocks"] for p in plans] == [len(newer.changes()), 0, engine.parts.table.blocks]
+    assert [p["stale"] for p in plans] == [0, len(old.changes()), 0]
+
+
+def test_callbacks_come_in_one_order_and_may_apply_plans(engine):
+    engine.freeze()
+    seen, plan = [], uniform(engine.parts.table, 4)
+
+    def callback(boundary):
+        seen.append((boundary.index, boundary.phase))
+        if boundary.phase == "pressure" and boundary.snapshot.observation.bits.max() > 4:
+            engine.apply(plan)
+        if boundary.phase == "retire" and boundary.report.committed:
+            assert all(commit.to_bits == 4 for commit in boundary.report.committed)
+
+    end = engine.on_boundary(callback)
+    engine.generate("The quick", FOUR)
+    engine.settle()
+    assert [phase for _, phase in seen] == [*PHASES] * (len(seen) // 6) and seen[0][0] + 1 == seen[6][0]
+    assert set(engine.parts.pager.committed) == {4}
+    end()
+    count = len(seen)
+    with pytest.raises(pwjax.PWJaxError, match="callback cannot step"):
+        end = engine.on_boundary(lambda boundary: engine.step())
+        engine.generate("The quick", FOUR)
+    end()
+    engine.cancel()
+    assert engine.generate("The quick", FOUR)[0].generated_tokens == 4 and len(seen) == count

@@ -1,0 +1,180 @@
+"""The moment between two dispatches, the only place where precision changes: policy, pager and callbacks in one order.
+
+::
+
+    stats      routing of the dispatches since the last boundary
+    pressure   what is free, what running sequences will need, what could not be had
+    plan       the policy's answer, which becomes the desired bits of the blocks it moves
+    stage      copies that have landed, failed or were started
+    commit     landed pages are written, one new epoch
+    retire     pages that no table names are free
+
+A callback is called once for each of the six, every boundary. It may call ``engine.apply`` (a plan asked for before
+``stage`` is in the queue of this very boundary), and must not step the engine. The last three tell what the pager
+did, after it did it: pages move in one call.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from planner import Observation, Plan
+from pwjax.engine.parts import Parts, Snapshot
+from pwjax.engine.scheduler import Scheduler
+from pwjax.errors import PWJaxError
+from pwjax.memory import BoundaryReport
+from pwjax.models import RoutingStats
+
+PHASES = ("stats", "pressure", "plan", "stage", "commit", "retire")
+# Boundaries over which the growth of running sequences counts as pressure: demotions must land before KV runs out.
+LOOKAHEAD_BOUNDARIES = 8
+# Weight of the newest dispatch in the running routing mass.
+MASS_DECAY = 0.05
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What a callback is told. ``phase`` is one of :data:`PHASES`; a field is None until its phase has come.
+
+    ``index`` counts boundaries; ``routing_mass`` float64[L, E], recent router-weight shares (``stats``); ``snapshot``
+    what plans are made from (``pressure``); ``plan`` the policy's plan or None (``plan``); ``report`` what the pager
+    did (``stage``, ``commit``, ``retire``).
+    """
+
+    index: int
+    phase: str
+    routing_mass: np.ndarray
+    snapshot: Snapshot | None = None
+    plan: Plan | None = None
+    report: BoundaryReport | None = None
+
+
+Callback = Callable[[Boundary], None]
+
+
+class Boundaries:
+    """Runs boundaries for an engine and keeps what outlives one: index, routing mass, lowest bits, last failure.
+
+    ``frozen``: no policy plans; precision then changes only by :meth:`request`.
+    """
+
+    def __init__(self, parts: Parts, scheduler: Scheduler):
+        self.parts, self.scheduler = parts, scheduler
+        self.index = 0
+        self.frozen = not parts.moves
+        self.callbacks: list[Callback] = []
+        self.routing_mass = np.array(parts.table.routing_mass, np.float64)
+        self.lowest_bits = parts.table.mean_bits(parts.start_bits)
+        self.last_failure: str | None = None
+        # Whether all that the pager has left are moves that wait for free pages.
+        self.starved = False
+
+    def run(self, planning: bool = True) -> None:
+        """One boundary: let the policy plan (where ``planning`` and not frozen), and the pager commit."""
+        pager = self.parts.pager
+        self.index += 1
+        told = self._tell(Boundary(self.index, "stats", self.routing_mass))
+        planning = planning and not self.frozen
+        if planning and self.scheduler.blocked_pages:
+            pager.cancel_promotions()
+        snapshot = self.observe() if told or planning else None
+        told = told and self._tell(replace(told, phase="pressure", snapshot=snapshot))
+        plan = self.parts.policy.step(snapshot.observation) if planning and snapshot else None
+        if plan is not None and plan.moves:
+            self.request(plan)
+        told = told and self._tell(replace(told, phase="plan", plan=plan))
+        report = BoundaryReport(self.index, self.parts.page_table.epoch)
+        if not pager.idle or not self.frozen:
+            report = self.commit()
+        for phase in PHASES[3:]:
+            told = told and self._tell(replace(told, phase=phase, report=report))
+
+    def commit(self) -> BoundaryReport:
+        """Let the pager collect, commit and start copies; keep count and log."""
+        report = self.parts.pager.boundary(self.index)
+        self.starved = bool(report.blocked_pages) and not self.parts.pager.moving.any()
+        self.parts.meter.observe()
+        bits = self.parts.table.mean_bits(self.parts.pager.committed)
+        self.lowest_bits = min(self.lowest_bits, bits)
+        if report.failed:
+            self.last_failure = report.failed[-1][1]
+        if report.committed or report.failed:
+            changes = [[c.block, c.from_bits, c.to_bits, c.written_pages, c.freed_pages] for c in report.committed]
+            self.log(
+                "commit", epoch=report.epoch, changes=changes, failed=report.failed, given_up=report.given_up,
+                mean_bits=round(bits, 4),
+            )  # fmt: skip
+        return report
+
+    def settle(self, timeout_s: float) -> None:
+        """Run boundaries without a policy until no move is left; PWJaxError after ``timeout_s`` seconds."""
+        began = time.monotonic()
+        while not self.parts.pager.idle:
+            self.run(planning=False)
+            if time.monotonic() - began > timeout_s:
+                raise PWJaxError(f"precision moves did not finish within {timeout_s:g} seconds")
+            time.sleep(0.0005)
+
+    def request(self, plan: Plan) -> None:
+        """Make the plan's own changes the desired bits, and log them.
+
+        A plan that moves nothing by itself (a static one) asks for all of its bits. Left alone are blocks that it
+        does not change, blocks that are moving or given up, and blocks that have other bits by now than those it was
+        made from: an old plan undoes nobody's moves.
+        """
+        pager, table = self.parts.pager, self.parts.table
+        committed = pager.committed
+        own = plan.before != plan.bits if plan.moves else committed != plan.bits
+        stale = own & (plan.before != committed) if plan.moves else np.zeros_like(own)
+        own &= ~(self.pending() | stale)
+        wanted = np.where(own, plan.bits, pager.desired)
+        asked = Plan(table, committed, np.where(own, plan.bits, committed))
+        changes = asked.changes()
+        # In the plan's own order of blocks; the pager puts demotions first.
+        pager.request(wanted, [c.block for c in changes])
+        self.log(
+            "plan", cause=plan.cause, status=plan.status.name, stage=plan.stage,
+            released_pages=asked.released_pages, blocks=len(changes), stale=int(stale.sum()), damage=asked.damage,
+            mean_bits=round(table.mean_bits(asked.bits), 4),
+        )  # fmt: skip
+
+    def pending(self) -> np.ndarray:
+        """bool[n]: blocks with a move queued or in flight, and those given up: a plan leaves them alone."""
+        pager = self.parts.pager
+        return pager.moving | pager.given_up | (pager.desired != pager.committed)
+
+    def observe(self) -> Snapshot:
+        """The state that plans are made from; pages count weights and KV alike."""
+        parts = self.parts
+        observation = Observation(
+            bits=parts.pager.committed,
+            moving=self.pending(),
+            free_pages=parts.allocator.free_pages,
+            growth_pages=self.scheduler.growth_pages(LOOKAHEAD_BOUNDARIES * parts.shapes.decode_tokens),
+            boundary=self.index,
+            routing_mass=self.routing_mass.copy(),
+            blocked_pages=self.scheduler.blocked_pages,
+            releasing_pages=parts.pager.releasing_pages,
+            reserving_pages=parts.pager.reserving_pages,
+        )
+        return Snapshot(parts.table, observation, parts.memory.page_bytes)
+
+    def observe_routing(self, stats: RoutingStats) -> None:
+        """Take the routing of one dispatch into the running mass."""
+        mass = np.asarray(stats.mass, np.float64)
+        total = mass.sum(-1, keepdims=True)
+        if np.all(total > 0):
+            self.routing_mass = self.routing_mass + MASS_DECAY * (mass / total - self.routing_mass)
+
+    def log(self, kind: str, **fields) -> None:
+        """Write a record of this boundary to the epoch log."""
+        state = {"boundary": self.index, "free_pages": self.parts.allocator.free_pages}
+        self.parts.log.write({"kind": kind, **state, "kv_pages": self.parts.kv.used_pages, **fields})
+
+    def _tell(self, boundary: Boundary) -> Boundary | None:
+        """Call the callbacks; None where there are none, so that nothing is computed for nobody."""
+        for callback in self.callbacks:
+            callback(boundary)
+        return boundary if self.callbacks else None
