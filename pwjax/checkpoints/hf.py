@@ -12,9 +12,18 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from pwjax.checkpoints.hf_files import CONFIG, GENERATION, collapse, read_headers, read_json
+from pwjax.checkpoints.hf_files import (
+    CONFIG,
+    GENERATION,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    collapse,
+    read_headers,
+    read_json,
+)
 from pwjax.checkpoints.hf_names import Names, Part
 from pwjax.checkpoints.hf_save import save_hf as save_hf
+from pwjax.checkpoints.inputs import load_tokenizer
 from pwjax.checkpoints.lazy import LayerStack, bf16
 from pwjax.checkpoints.source import ParamSource, stack_layers
 from pwjax.checkpoints.tree import param_shapes, shape_problems, unflatten
@@ -138,12 +147,23 @@ def load_hf(path: str | os.PathLike, note: Note | None = None) -> tuple[ModelCon
 
 
 def _read_config(path: Path) -> ModelConfig:
-    """The model config of a directory, with the end tokens that ``generation_config.json`` adds."""
+    """The model config of a directory, with the end tokens that its other files add."""
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint directory at {path}")
     config = ModelConfig.from_hf(read_json(path / CONFIG))
-    if not (path / GENERATION).exists():
-        return config
-    eos = read_json(path / GENERATION).get("eos_token_id")
-    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-    return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *ids))))
+    ids = dict.fromkeys((*config.eos_token_ids, *end_token_ids(path)))
+    # A vocabulary can be longer than the model's: what the model cannot say ends nothing.
+    return replace(config, eos_token_ids=tuple(i for i in ids if i < config.vocab_size))
+
+
+def end_token_ids(path: Path) -> tuple[int, ...]:
+    """Tokens that end a text by ``generation_config.json`` (one or a list) and by the tokenizer of a directory."""
+    ids: list[int] = []
+    if (path / GENERATION).exists():
+        eos = read_json(path / GENERATION).get("eos_token_id")
+        ids += [] if eos is None else eos if isinstance(eos, list) else [eos]
+    if (path / TOKENIZER_CONFIG).exists() and (path / TOKENIZER).exists():
+        token = read_json(path / TOKENIZER_CONFIG).get("eos_token")
+        text = token.get("content") if isinstance(token, dict) else token
+        ids += [] if text is None else [load_tokenizer(path).token_to_id(text)]
+    return tuple(i for i in ids if i is not None)

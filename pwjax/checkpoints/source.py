@@ -41,8 +41,8 @@ def stack_layers(config: ModelConfig, name: str) -> tuple[int, ...]:
 
     All of them, but for the attention of a model with several kinds, ``layers/attn_<kind>/...``.
     """
-    _, mark, kind = name.split("/")[1].partition("attn_")
-    if not mark:
+    group = name.split("/")[1]
+    if not group.startswith("attn_"):
         return tuple(range(config.num_layers))
-    index = [k.name for k in config.attention_kinds].index(kind)
+    index = [kind.name for kind in config.attention_kinds].index(group.removeprefix("attn_"))
     return tuple(layer for layer, own in enumerate(config.layer_kinds) if own == index)

@@ -341,6 +341,13 @@ def test_directories_that_are_no_checkpoint(tmp_path, folder):
 def test_end_tokens_of_generation_config_are_added(folder):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 0]}))
     assert load_hf(folder)[0].eos_token_ids == (0, 5)
+    # The tokenizer's own, as a string or an object; what lies past the model's vocabulary is no token of it.
+    vocab = {"[UNK]": 1, "</s>": 7, "<|im_end|>": 9, "<|far|>": 40}
+    Tokenizer(models.WordLevel(vocab, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
+    for token, wanted in [("</s>", (0, 5, 7)), ({"content": "<|im_end|>"}, (0, 5, 9)), ("<|far|>", (0, 5)),
+                          ("none of it", (0, 5)), (None, (0, 5))]:  # fmt: skip
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+        assert load_hf(folder)[0].eos_token_ids == wanted
 
 
 def test_save_refuses(tmp_path, params, monkeypatch):
