@@ -1,6 +1,7 @@
 """Calibration: a model and text in, quantized blocks and damage tables out. Knows no model of its own.
 
 kmeans        nested_kmeans: deterministic weighted 1-D clusterings of all rows at once
+kmeans_seed   seed_borders: the first of them, close to the optimum
 anyprecision  quantize_block, dequantize: one expert matrix at every width
 lut_groups    choose_lut_rows: how many rows share a table, and the page size
 sensitivity   squared_gradients, routing_shares, paper_damage: what a weight, and a block, is worth

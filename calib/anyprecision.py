@@ -41,13 +41,15 @@ class QuantizedBlock:
 def quantize_block(
     weight: np.ndarray, importance: np.ndarray | None, widths: tuple[int, ...], lut_rows: int = 1
 ) -> QuantizedBlock:
-    """Quantize ``weight`` float32[N, K] (or bfloat16) with ``importance`` float32[N, K] >= 0, None for equal.
+    """Quantize ``weight`` float32[N, K] (or bfloat16) with ``importance`` >= 0, None for equal.
 
+    ``importance`` is float32[N, K], such as squared gradients, or float32[K], such as the inputs' second moments.
     ``widths`` are contiguous and ascending within 2..8, ``lut_rows`` divides N. The same inputs give the same bytes.
     ValueError, with a sentence, for values that are not finite, do not fit in float16, or do not match.
     """
     weight = np.asarray(weight, np.float32)
     _check(weight, importance, widths, lut_rows)
+    importance = _per_weight(importance, weight.shape)
     rows, cols = weight.shape
     groups, parent = rows // lut_rows, widths[-1]
     scales = row_scales(weight, lut_rows)
@@ -98,15 +100,26 @@ def dequantize(block: QuantizedBlock, bits: int) -> np.ndarray:
 
 
 def weighted_error(weight: np.ndarray, importance: np.ndarray | None, block: QuantizedBlock, bits: int) -> float:
-    """``sum h (W - W_b)^2`` in float64 over one matrix; ``importance`` None counts every weight once."""
-    error = np.square(np.asarray(weight, np.float32) - dequantize(block, bits), dtype=np.float64)
-    return float(error.sum() if importance is None else np.einsum("nk,nk->", error, importance, dtype=np.float64))
+    """``sum h (W - W_b)^2`` in float64 over one matrix; ``importance`` as in quantize_block."""
+    return _weighted_sum(
+        np.square(np.asarray(weight, np.float32) - dequantize(block, bits), dtype=np.float64), importance
+    )
 
 
 def weighted_energy(weight: np.ndarray, importance: np.ndarray | None) -> float:
     """``sum h W^2`` in float64, what relative errors are relative to."""
-    square = np.square(np.asarray(weight, np.float32), dtype=np.float64)
-    return float(square.sum() if importance is None else np.einsum("nk,nk->", square, importance, dtype=np.float64))
+    return _weighted_sum(np.square(np.asarray(weight, np.float32), dtype=np.float64), importance)
+
+
+def _weighted_sum(squares: np.ndarray, importance: np.ndarray | None) -> float:
+    if importance is None:
+        return float(squares.sum())
+    return float(np.einsum("nk,nk->", squares, _per_weight(importance, squares.shape), dtype=np.float64))
+
+
+def _per_weight(importance: np.ndarray | None, shape: tuple[int, ...]) -> np.ndarray | None:
+    """As one number a weight; a view where there is one a column."""
+    return None if importance is None else np.broadcast_to(importance, shape)
 
 
 def _check(weight, importance, widths, lut_rows) -> None:
@@ -120,7 +133,9 @@ def _check(weight, importance, widths, lut_rows) -> None:
         raise ValueError("weights must be finite, got NaN or infinity: check the checkpoint")
     if importance is None:
         return
-    if importance.shape != weight.shape:
-        raise ValueError(f"importance {importance.shape} and weight {weight.shape} must have one shape")
+    if importance.shape not in (weight.shape, weight.shape[1:]):
+        raise ValueError(
+            f"importance must have the weight's shape {weight.shape} or a number a column, got {importance.shape}"
+        )
     if not math.isfinite(float(importance.sum(dtype=np.float64))) or float(importance.min()) < 0:
         raise ValueError("importance must be finite and not negative: check the calibration loss for NaN")

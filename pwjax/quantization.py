@@ -27,7 +27,7 @@ from pwjax.errors import CheckpointError, UsageError
 from pwjax.progress import Progress, silent
 
 # Part of the key of a partial conversion: raise it when the same inputs would give other bytes.
-ALGORITHM = "any-precision/1"
+ALGORITHM = "any-precision/2"
 
 # Blocks of each matrix that the choice of LUT groups looks at.
 SAMPLES = 4

@@ -65,6 +65,16 @@ def test_importance_moves_precision_to_where_it_matters():
     assert ap.weighted_error(weight, importance, seeing, 3) < 0.8 * ap.weighted_error(weight, importance, blind, 3)
 
 
+def test_importance_of_columns_counts_for_every_row():
+    rng = np.random.default_rng(4)
+    weight, importance = heavy(rng, 6, 90), fisher(rng, 1, 90)[0]
+    short, full = (ap.quantize_block(weight, h, WIDTHS, 2) for h in (importance, np.tile(importance, (6, 1))))
+    assert np.array_equal(short.codes, full.codes)
+    assert ap.weighted_error(weight, importance, short, 4) == ap.weighted_error(
+        weight, np.tile(importance, (6, 1)), full, 4
+    )
+
+
 def test_same_bytes_whatever_the_chunks(monkeypatch):
     rng = np.random.default_rng(2)
     weight, importance = heavy(rng, 24, 70), fisher(rng, 24, 70)
@@ -99,7 +109,7 @@ def test_bad_blocks_are_refused_in_a_sentence():
         (good, None, WIDTHS, 3, "divide"),
         (good, -good, WIDTHS, 1, "not negative"),
         (good, good * np.nan, WIDTHS, 1, "finite"),
-        (good, good[:2], WIDTHS, 1, "one shape"),
+        (good, good[:2], WIDTHS, 1, "a number a column"),
         (good[0], None, WIDTHS, 1, "matrix"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -1,0 +1,168 @@
+"""The seed clustering: nearly the best ``2**b`` intervals of sorted, weighted groups, all groups at once.
+
+Error is smallest where every cluster carries the same share of the cube root of the error density (Panter and Dite
+1951), so quantiles of such a measure are where borders are sought. Then
+
+1. up to 8 clusters: dynamic programming over ``BINS`` candidates for every border, evenly spread over value and over
+   the measure; twice the clusters start from the borders found before, each cluster halved by the measure;
+2. a few times, or until nothing moves: dynamic programming in which every border may move to where its neighbours are
+   or between them (a cluster can vanish at one end and appear at the other), then Lloyd steps.
+
+Groups with hardly more values than clusters are solved exactly.
+"""
+
+import numpy as np
+
+BINS = 64  # candidate borders of a global search, and how many more values than clusters are solved exactly
+LLOYD_STEPS = 6
+
+# Clusterings of up to 2**GLOBAL_BITS begin with a search over all candidates and need little after it.
+GLOBAL_BITS = 3
+ROUNDS_AFTER_GLOBAL = 1
+ROUNDS = 12
+
+# How far borders look in one round: in eighths of their neighbours' clusters, and in single values.
+REACH_AFTER_GLOBAL = np.arange(-16, 17, 2) / 8
+REACH = np.arange(-24, 25) / 8
+STEPS = np.array([-2, -1, 1, 2])
+
+
+def seed_borders(x: np.ndarray, w: np.ndarray, bits: int) -> np.ndarray:
+    """Borders int64[R, 2**bits + 1], from 0 to K, of the intervals of each row of ``x`` float64[R, K].
+
+    ``x`` ascends along each row and is centred; ``w`` float64[R, K] > 0 are weights of mean 1.
+    """
+    rows, cols = x.shape
+    clusters = 1 << bits
+    sums = _prefix(w), _prefix(w * x)
+    spare = max(cols - clusters, 0)
+    if spare <= BINS:  # no cluster need be empty, so every border has few places
+        every = np.minimum(np.arange(1, clusters)[:, None] + np.arange(spare + 1), cols)
+        return _best_path(sums, np.broadcast_to(every, (rows, *every.shape)))
+    measure = _measure(x, w)
+    if bits <= GLOBAL_BITS:
+        reach, rounds = REACH_AFTER_GLOBAL, ROUNDS_AFTER_GLOBAL
+        places = _candidates(x, measure)
+        borders = _best_path(sums, np.broadcast_to(places[:, None], (rows, clusters - 1, places.shape[1])))
+    else:
+        reach, rounds = REACH, ROUNDS
+        borders = _halved(seed_borders(x, w, bits - 1), measure)
+    borders = _lloyd(x, sums, borders)
+    for _ in range(rounds):
+        moved = _lloyd(x, sums, _best_path(sums, _windows(borders, reach)))
+        if np.array_equal(moved, borders):
+            break
+        borders = moved
+    return borders
+
+
+def _prefix(values: np.ndarray) -> np.ndarray:
+    """Prefix sums along the last axis with a leading zero: float64[R, K+1]."""
+    sums = np.zeros((values.shape[0], values.shape[1] + 1))
+    np.cumsum(values, axis=1, out=sums[:, 1:])
+    return sums
+
+
+def _at(table: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """``table[r, index[r, ...]]`` of every row r: ``table`` [R, n], ``index`` int64[R, ...]."""
+    offset = np.arange(len(table)).reshape(-1, *(1,) * (index.ndim - 1)) * table.shape[1]
+    return table.ravel().take(index + offset)
+
+
+def _measure(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """Running sums float64[R, K] of nearly the cube root of the error of joining each value to the one before.
+
+    The power is 5/16: square roots are exact on every machine, and fast.
+    """
+    joined = w[:, 1:] * w[:, :-1]
+    joined /= w[:, 1:] + w[:, :-1]
+    joined *= np.square(np.diff(x, axis=1))
+    quarter = np.sqrt(np.sqrt(joined))
+    return _prefix(quarter * np.sqrt(np.sqrt(quarter)))
+
+
+def _candidates(x: np.ndarray, measure: np.ndarray) -> np.ndarray:
+    """Ascending candidate borders int64[R, BINS] from 0 to K, half of them even in value, half in ``measure``."""
+    rows, cols = x.shape
+    fractions = np.arange(1, BINS // 2) / (BINS // 2)
+    low, high = x[:, :1], x[:, -1:]
+    by_value = search(x, low + fractions * (high - low))
+    by_measure = search(measure, fractions * measure[:, -1:])
+    ends = np.broadcast_to([0, cols], (rows, 2))
+    return np.sort(np.concatenate([ends, by_value, by_measure], axis=1), axis=1)
+
+
+def _halved(borders: np.ndarray, measure: np.ndarray) -> np.ndarray:
+    """Borders int64[R, 2k+1] with every cluster cut where half of its ``measure`` lies on either side."""
+    at = _at(measure, np.minimum(borders, measure.shape[1] - 1))
+    halves = np.empty((len(borders), 2 * borders.shape[1] - 1), np.int64)
+    halves[:, ::2] = borders
+    halves[:, 1::2] = np.clip(search(measure, (at[:, 1:] + at[:, :-1]) / 2), borders[:, :-1], borders[:, 1:])
+    return halves
+
+
+def _windows(borders: np.ndarray, reach: np.ndarray) -> np.ndarray:
+    """Places int64[R, k-1, m], ascending, that each inner border may take next."""
+    clusters = borders.shape[1] - 1
+    at = np.clip(np.arange(1, clusters)[:, None] + reach, 0, clusters)
+    left = np.minimum(at.astype(np.int64), clusters - 1)
+    length = np.diff(borders, axis=1)
+    between = borders[:, left] + np.rint(length[:, left] * (at - left)).astype(np.int64)
+    near = np.clip(borders[:, 1:-1, None] + STEPS, 0, borders[:, -1:, None])
+    return np.sort(np.concatenate([between, near], axis=2), axis=2)
+
+
+def _best_path(sums: tuple[np.ndarray, np.ndarray], places: np.ndarray) -> np.ndarray:
+    """Borders int64[R, k+1] with the least weighted error where border j is one of ``places[:, j]``.
+
+    ``sums`` are prefix sums [R, K+1] of weights and of weighted values, ``places`` int64[R, k-1, m] ascend.
+    """
+    rows, inner, _ = places.shape
+    total = [table[:, -1:] for table in sums]
+    mass, moment = (_at(table, places) for table in sums)
+    best = _gain(mass[:, 0], moment[:, 0])
+    choices, gain = [], None
+    for j in range(1, inner):
+        if gain is None or places.strides[1]:  # else all borders share their places, and these their gains
+            gain = _gain(mass[:, j, :, None] - mass[:, j - 1, None], moment[:, j, :, None] - moment[:, j - 1, None])
+        sum_to = gain + best[:, None]
+        choices.append(sum_to.argmax(axis=2))
+        best = _at(sum_to.reshape(-1, sum_to.shape[2]), choices[-1].reshape(-1, 1)).reshape(best.shape)
+    best = best + _gain(total[0] - mass[:, -1], total[1] - moment[:, -1])
+    borders = np.zeros((rows, inner + 2), np.int64)
+    borders[:, -1] = sums[0].shape[1] - 1
+    at = best.argmax(axis=1)[:, None]
+    for j in range(inner - 1, -1, -1):
+        borders[:, j + 1 : j + 2] = _at(places[:, j], at)
+        if j:
+            at = _at(choices[j - 1], at)
+    return borders
+
+
+def _gain(mass: np.ndarray, moment: np.ndarray) -> np.ndarray:
+    """What the means of intervals explain: least error is most gain. Empty intervals explain nothing, those that run
+    backwards are forbidden."""
+    gain = np.square(moment)
+    np.divide(gain, mass, out=gain, where=mass != 0)
+    np.copyto(gain, -np.inf, where=mass < 0)
+    return gain
+
+
+def search(sorted_rows: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Left insertion points int64[R, m] of ``targets[R, m]`` in each ascending row."""
+    return np.stack([row.searchsorted(target) for row, target in zip(sorted_rows, targets, strict=True)])
+
+
+def _lloyd(x: np.ndarray, sums: tuple[np.ndarray, np.ndarray], borders: np.ndarray) -> np.ndarray:
+    """Move borders to the midpoints of the means, until they repeat or LLOYD_STEPS times; an empty cluster has the
+    mean of its left neighbour, or the first value."""
+    for _ in range(LLOYD_STEPS):
+        mass, moment = (np.diff(_at(table, borders), axis=1) for table in sums)
+        means = np.divide(moment, mass, out=np.full_like(mass, -np.inf), where=mass > 0)
+        means = np.clip(np.maximum.accumulate(means, axis=1), x[:, :1], x[:, -1:])
+        moved = borders.copy()
+        moved[:, 1:-1] = search(x, (means[:, 1:] + means[:, :-1]) / 2)
+        if np.array_equal(moved, borders):
+            break
+        borders = moved
+    return borders
