@@ -9,6 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
+from planner.damage import Prices
 from planner.tables import BlockTable
 
 
@@ -40,7 +41,9 @@ class Plan:
 
     ``before`` and ``bits`` int64[n]: bits planned from, and wanted. ``stage``: how far floors were relaxed, 0 is
     the safest. ``cause``: why the plan was made. ``bound``: what no plan for this target, stage and set of movable
-    blocks can beat (LP relaxation), so ``damage - bound`` limits what the greedy solver lost; None: not solved for.
+    blocks can beat (LP relaxation), so ``damage - bound`` limits what the solver lost; None: not solved for.
+    ``prices``: what damage was when the plan was made; None: as calibrated. ``floor`` int64[n]: the bits below which
+    blocks were not taken; None: no block had a floor.
     """
 
     table: BlockTable
@@ -50,6 +53,8 @@ class Plan:
     stage: int = 0
     cause: str = ""
     bound: float | None = None
+    prices: Prices | None = None
+    floor: np.ndarray | None = None
 
     @property
     def met(self) -> bool:
@@ -78,8 +83,17 @@ class Plan:
 
     @cached_property
     def damage(self) -> float:
-        """Predicted damage of all blocks once the plan is committed."""
-        return self.table.total_damage(self.bits)
+        """Predicted damage a served token of all blocks once the plan is committed, at the plan's prices."""
+        return self.damage_of(self.bits)
+
+    @property
+    def damages(self) -> np.ndarray:
+        """The plan's prices, float64[n, B]."""
+        return self.table.expected if self.prices is None else self.prices.damage
+
+    def damage_of(self, bits: np.ndarray) -> float:
+        """Predicted damage of all blocks at ``bits`` int[n], at the plan's prices."""
+        return float(self.damages[np.arange(self.table.blocks), self.table.level(bits)].sum())
 
     @property
     def reasons(self) -> dict[int, str]:
@@ -94,14 +108,14 @@ class Plan:
         for i in np.flatnonzero(old != new).tolist():
             a, b = old[i], new[i]
             pages = int(table.pages[i, b] - table.pages[i, a])
-            damage = float(table.expected[i, b] - table.expected[i, a])
+            damage = float(self.damages[i, b] - self.damages[i, a])
             changes.append(Change(i, *table.locate(i), table.widths[a], table.widths[b], pages, damage))
         return changes
 
     def explain(self, limit: int = 10) -> str:
         """Readable text: the cause, the outcome, and the ``limit`` moves that change damage most."""
         table = self.table
-        start, end = table.total_damage(self.before), self.damage
+        start, end = self.damage_of(self.before), self.damage
         gap = "" if self.bound is None else f"; no plan for this target is below {self.bound:.4g}"
         lines = [self.cause] if self.cause else []
         lines += [

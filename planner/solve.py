@@ -1,21 +1,21 @@
 """The solver: which blocks to move so that a page target costs the least damage.
 
-Each block is a curve of damage over pages. Only the lower convex hull of a curve can be part of an optimal
-relaxed plan, so a walk along the hull gives a block's steps with ever worse rates (damage a page), and taking
-the steps of all blocks by rate is the LP relaxation of the multiple-choice knapsack. Its last step is the only
-one that does not fit; it is replaced by the best single move, hull or not, that does. So
+Steps along every block's convex hull, taken by damage a page (:mod:`planner.hull`), are the LP relaxation. Its last
+step is the only one that does not fit; it is replaced by the best single move, hull or not, that does, and
+:mod:`planner.exact` closes what is left of the gap: to nothing for fewer than 256 blocks. So
 
     bound <= optimum <= damage <= bound + damage of one step          (tested against an exact MILP)
 
-Equal rates go to the lower block index, then to the nearer width: equal inputs give equal plans. Functions are
-vectorised over blocks: 2,880 blocks of 6 widths take a few milliseconds.
+Equal rates go to the lower block index, then to the nearer width: equal inputs give equal plans.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
+from planner.damage import Prices
+from planner.exact import improve
+from planner.hull import hull, moves
 from planner.plan import Plan, PlanStatus
 from planner.tables import BlockTable
 
@@ -27,25 +27,39 @@ def demote(
     floors: Sequence[np.ndarray] = (),
     frozen: np.ndarray | None = None,
     cause: str = "",
+    *,
+    prices: Prices | None = None,
+    depth: int | None = None,
+    max_damage: float | None = None,
 ) -> Plan:
     """Lower bits until ``release_pages`` are free, for the least damage.
 
     ``bits`` int[n]: bits now. ``floors``: stages of floor bits int[n] (or one width), strictest first; the first
     stage that releases enough is used, and a block below its floor already just stays. None: the lowest width.
-    ``frozen`` bool[n]: blocks not to touch. Where no stage suffices, the plan is the largest reduction that the
-    last stage allows and says ``UNMET``. What the last move releases beyond the target is spent again where it helps.
+    ``depth``: widths that a block may drop, given up in a stage only where the stage does not suffice with it.
+    ``frozen`` bool[n]: blocks not to touch. ``prices``: what damage is now, None: as calibrated. Where no stage
+    suffices, or damage would exceed ``max_damage``, the plan is the largest reduction allowed and says ``UNMET``.
     """
-    start = table.level(bits)
+    prices = prices or Prices(table.expected)
+    start, rows = table.level(bits), np.arange(table.blocks)
+    held = table.pages[rows, start]
+    column = np.arange(len(table.widths))
     stages = list(floors) or [table.widths[0]]
-    for stage in range(len(stages)):
-        bottom = np.minimum(table.level(stages[stage]), start)
+    reaches = [(i, np.minimum(table.level(stage), start)) for i, stage in enumerate(stages)]
+    if depth is not None:
+        reaches = [(i, np.maximum(low, cap)) for i, low in reaches for cap in (start - depth, low)]
+    stage, bottom = reaches[-1]
+    for stage, bottom in reaches:
         if frozen is not None:
             bottom = np.where(frozen, start, bottom)
-        level, met, bound = _descend(table, start, bottom, release_pages)
-        if met:
+        reach = (column >= bottom[:, None]) & (column <= start[:, None])
+        # What a stage can release at most is known before it is solved.
+        if (held - np.where(reach, table.pages, held[:, None]).min(axis=1)).sum() >= release_pages:
             break
+    level, met, bound = _descend(prices.damage, table.pages, start, bottom, release_pages, max_damage)
     status = PlanStatus.MET if met else PlanStatus.UNMET
-    return Plan(table, table.bits(start), table.bits(level), status, stage, cause, bound)
+    floor = table.bits(np.maximum(bottom, table.level(stages[stage])))
+    return Plan(table, table.bits(start), table.bits(level), status, stage, cause, bound, prices, floor)
 
 
 def promote(
@@ -55,32 +69,44 @@ def promote(
     ceiling_pages: int | None = None,
     frozen: np.ndarray | None = None,
     cause: str = "",
+    *,
+    prices: Prices | None = None,
 ) -> Plan:
     """Raise bits within ``spare_pages`` (and ``ceiling_pages``, the most that one plan may move) for the most gain.
 
     ``bits`` int[n]: bits now. ``frozen`` bool[n]: blocks not to touch. Never lowers a block; a raise that removes
     no damage is not made, so a plan may move nothing.
     """
+    prices = prices or Prices(table.expected)
     start = table.level(bits)
     top = np.full(table.blocks, len(table.widths) - 1)
     if frozen is not None:
         top = np.where(frozen, start, top)
     budget = spare_pages if ceiling_pages is None else min(spare_pages, ceiling_pages)
-    level, bound = _climb(table, start, top, budget)
-    return Plan(table, table.bits(start), table.bits(level), cause=cause, bound=bound)
+    level, bound = _climb(prices.damage, table.pages, start, top, budget)
+    return Plan(table, table.bits(start), table.bits(level), cause=cause, bound=bound, prices=prices)
 
 
-def fit(table: BlockTable, capacity_pages: int, floor: np.ndarray | int | None = None, cause: str = "") -> Plan:
+def fit(
+    table: BlockTable,
+    capacity_pages: int,
+    floor: np.ndarray | int | None = None,
+    cause: str = "",
+    *,
+    prices: Prices | None = None,
+) -> Plan:
     """The best static plan that holds at most ``capacity_pages``, climbing from ``floor`` (default: lowest width).
 
-    More capacity never gives more damage. Where even the floor does not fit, the plan is the floor and says
-    ``TOO_SMALL``. A static plan moves nothing: its ``before`` is its ``bits``.
+    Where even the floor does not fit, the plan is the floor and says ``TOO_SMALL``. A static plan moves nothing: its
+    ``before`` is its ``bits``.
     """
+    prices = prices or Prices(table.expected)
     start = table.level(table.widths[0] if floor is None else floor)
     left = capacity_pages - table.total_pages(table.bits(start))
-    level, bound = _climb(table, start, np.full(table.blocks, len(table.widths) - 1), left)
+    level, bound = _climb(prices.damage, table.pages, start, np.full(table.blocks, len(table.widths) - 1), left)
     bits = table.bits(level)
-    return Plan(table, bits, bits, PlanStatus.TOO_SMALL if left < 0 else PlanStatus.MET, cause=cause, bound=bound)
+    status = PlanStatus.TOO_SMALL if left < 0 else PlanStatus.MET
+    return Plan(table, bits, bits, status, cause=cause, bound=bound, prices=prices, floor=table.bits(start))
 
 
 def uniform(table: BlockTable, bits: int, capacity_pages: int | None = None, cause: str = "") -> Plan:
@@ -91,98 +117,82 @@ def uniform(table: BlockTable, bits: int, capacity_pages: int | None = None, cau
     return Plan(table, wanted, wanted, status, cause=cause)
 
 
-class _Steps(NamedTuple):
-    """Hull steps of all blocks in the order to take them."""
-
-    block: np.ndarray  # int64[s]
-    to: np.ndarray  # int64[s] level after the step
-    pages: np.ndarray  # int64[s] pages released or taken, positive
-    rate: np.ndarray  # float64[s] damage added a page, ascending; negative for raises
-
-
-def _moves(table: BlockTable, level: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Every single move of a block from its ``level`` towards its ``end``, which lies all above or all below.
-
-    Returns pages moved int64[n, B] (positive), damage added float64[n, B] and which moves are legal bool[n, B]:
-    within reach, and in the direction that pages should go.
-    """
-    rows, column = np.arange(table.blocks)[:, None], np.arange(len(table.widths))
-    at, end = level[:, None], end[:, None]
-    pages = table.pages - table.pages[rows, at]
-    damage = table.expected - table.expected[rows, at]
-    down = (column < at) & (column >= end) & (pages < 0)
-    up = (column > at) & (column <= end) & (pages > 0) & (damage < 0)
-    return np.abs(pages), damage, down | up
-
-
-def _hull(table: BlockTable, level: np.ndarray, end: np.ndarray) -> _Steps:
-    """Steps along every block's lower convex hull from ``level`` to ``end``, sorted by rate."""
-    n, width = table.pages.shape
-    rows = np.arange(n)
-    # Nearer widths first, so that of several moves on one straight edge the smallest comes first.
-    nearest = slice(None) if (end >= level).all() else slice(None, None, -1)
-    rate = np.full((n, width - 1), np.inf)
-    to = np.zeros((n, width - 1), np.int64)
-    size = np.zeros((n, width - 1), np.int64)
-    last = np.full(n, -np.inf)
-    for k in range(width - 1):
-        pages, damage, legal = _moves(table, level, end)
-        rates = np.where(legal, damage / np.maximum(pages, 1), np.inf)[:, nearest]
-        best = rates.argmin(axis=1)
-        # Rounding must not let a block's later step overtake an earlier one in the sort.
-        last = rate[:, k] = np.maximum(rates[rows, best], last)
-        moved = np.isfinite(last)
-        if not moved.any():
-            break
-        to[:, k] = level = np.where(moved, np.arange(width)[nearest][best], level)
-        size[:, k] = pages[rows, level]
-    order = np.argsort(rate, axis=None, kind="stable")[: np.isfinite(rate).sum()]
-    return _Steps(order // max(width - 1, 1), to.flat[order], size.flat[order], rate.flat[order])
-
-
-def _descend(table: BlockTable, start: np.ndarray, bottom: np.ndarray, release: int) -> tuple[np.ndarray, bool, float]:
+def _descend(
+    damage: np.ndarray,
+    pages: np.ndarray,
+    start: np.ndarray,
+    bottom: np.ndarray,
+    release: int,
+    max_damage: float | None = None,
+) -> tuple[np.ndarray, bool, float]:
     """Levels that release ``release`` pages between ``start`` and ``bottom``, whether they do, and the LP bound."""
-    damage = table.total_damage(table.bits(start))
+    rows = np.arange(len(start))
+    have = float(damage[rows, start].sum())
     if release <= 0:
-        return start, True, damage
-    steps = _hull(table, start, bottom)
+        return start, True, have
+    steps = hull(damage, pages, start, bottom)
     released = np.cumsum(steps.pages)
     count = int(np.searchsorted(released, release))  # steps before the one that reaches the target
-    level = start.copy()
-    np.minimum.at(level, steps.block[:count], steps.to[:count])
-    bound = damage + float((steps.pages * steps.rate)[:count].sum())
-    if count == len(released):
-        return level, False, bound
-    missing = release - (int(released[count - 1]) if count else 0)
-    pages, added, legal = _moves(table, level, bottom)
-    block, to = _cheapest(np.where(legal & (pages >= missing), added, np.inf), pages)
-    excess = int(pages[block, to]) - missing
+    bound = have + float((steps.pages * steps.rate)[:count].sum())
+    level = _taken(start, steps, count, down=True)
+    met = count < len(released)
+    if met:
+        missing = release - (int(released[count - 1]) if count else 0)
+        bound += missing * float(steps.rate[count])
+        level = _finish(damage, pages, start, bottom, level, missing, release, float(steps.rate[count]))
+    if max_damage is None or float(damage[rows, level].sum()) <= max_damage:
+        return level, met, bound
+    dearer = np.cumsum(steps.pages * steps.rate) > max_damage - have
+    return _taken(start, steps, int(dearer.argmax()) if dearer.any() else len(dearer), down=True), False, bound
+
+
+def _finish(damage, pages, start, bottom, level, missing: int, release: int, rate: float) -> np.ndarray:
+    """``level`` with the best single move that releases what is ``missing``, then improved."""
+    size, added, legal = moves(damage, pages, level, bottom)
+    block, to = _cheapest(np.where(legal & (size >= missing), added, np.inf), size)
+    excess = int(size[block, to]) - missing
     level[block] = to
     # The last move may have released more than was missing: give back what it made unnecessary.
-    return _climb(table, level, start, excess)[0], True, bound + missing * float(steps.rate[count])
+    level = _climb(damage, pages, level, start, excess)[0]
+    allowed = moves(damage, pages, start, bottom)[2]
+    allowed[np.arange(len(start)), level] = allowed[np.arange(len(start)), start] = True
+    limit = int(pages[np.arange(len(start)), start].sum()) - release
+    return improve(damage, pages, allowed, level, limit, max(rate, 0.0))
 
 
-def _climb(table: BlockTable, start: np.ndarray, top: np.ndarray, budget: int) -> tuple[np.ndarray, float]:
+def _climb(
+    damage: np.ndarray, pages: np.ndarray, start: np.ndarray, top: np.ndarray, budget: int
+) -> tuple[np.ndarray, float]:
     """Levels between ``start`` and ``top`` that take at most ``budget`` pages, and the LP bound."""
-    damage = table.total_damage(table.bits(start))
+    rows = np.arange(len(start))
+    have = float(damage[rows, start].sum())
     if budget <= 0:
-        return start, damage
-    steps = _hull(table, start, top)
+        return start, have
+    steps = hull(damage, pages, start, top)
     taken = np.cumsum(steps.pages)
     count = int(np.searchsorted(taken, budget, side="right"))  # steps that fit
-    level = start.copy()
-    np.maximum.at(level, steps.block[:count], steps.to[:count])
-    bound = damage + float((steps.pages * steps.rate)[:count].sum())
+    level = _taken(start, steps, count, down=False)
+    bound = have + float((steps.pages * steps.rate)[:count].sum())
     if count == len(taken):
         return level, bound
-    # One move only: filling on greedily could make a larger budget end with more damage.
-    left = budget - (int(taken[count - 1]) if count else 0)
-    pages, added, legal = _moves(table, level, top)
-    fits = legal & (pages <= left)
+    left, rate = budget - (int(taken[count - 1]) if count else 0), float(steps.rate[count])
+    size, added, legal = moves(damage, pages, level, top)
+    fits = legal & (size <= left)
     if fits.any():
-        block, to = _cheapest(np.where(fits, added, np.inf), pages)
+        block, to = _cheapest(np.where(fits, added, np.inf), size)
         level[block] = to
-    return level, bound + left * float(steps.rate[count])
+    allowed = moves(damage, pages, start, top)[2]
+    allowed[rows, level] = allowed[rows, start] = True
+    level = improve(damage, pages, allowed, level, int(pages[rows, start].sum()) + budget, -rate)
+    return level, bound + left * rate
+
+
+def _taken(start: np.ndarray, steps, count: int, down: bool) -> np.ndarray:
+    """Levels after the first ``count`` steps."""
+    level = start.copy()
+    # Later steps of a block come later, and the last assignment to an index stays.
+    (np.minimum if down else np.maximum).at(level, steps.block[:count], steps.to[:count])
+    return level
 
 
 def _cheapest(added: np.ndarray, pages: np.ndarray) -> tuple[int, int]:

@@ -1,0 +1,72 @@
+"""Prices: the damage that a plan is made with, calibration joined by the routing and the prompts of the moment.
+
+The three layers of the paper, each a factor::
+
+    sensitivity   BlockTable.expected          what calibration measured, per served token
+    routing       BlockTable.routing_shift     how much more an expert is used now; shrunk to calibration
+    residual      ResidualHeads.factor         how much more these prompts hurt
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from planner.tables import BlockTable, shares
+
+
+@dataclass(frozen=True, eq=False)
+class Prices:
+    """``damage`` float64[n, B] a served token, and what it was made of.
+
+    ``routing`` float64[n] and ``residual`` float64[n, B-1] are factors; None where they were left out.
+    """
+
+    damage: np.ndarray
+    routing: np.ndarray | None = None
+    residual: np.ndarray | None = None
+
+
+def price(
+    table: BlockTable,
+    routing_mass: np.ndarray | None = None,
+    routing_tokens: float | None = None,
+    residual: np.ndarray | None = None,
+    *,
+    pseudo_tokens: float = 0.0,
+    strength: float = 1.0,
+    sensitivity: bool = True,
+) -> Prices:
+    """Prices under ``routing_mass`` float[layers, experts] and prompt features ``residual`` float[n, 4], None: unknown.
+
+    The routing of ``routing_tokens`` tokens (None: enough of them) is averaged with that of calibration, which counts
+    as ``pseudo_tokens``. ``strength`` of the residual: the paper's alpha. Without ``sensitivity`` a weight of every
+    block costs the same at the same width: the error of a uniform quantizer, a quarter for each bit more.
+    """
+    damage = table.expected if sensitivity else even_damage(table)
+    shift = eta = None
+    if routing_mass is not None:
+        if routing_tokens is not None and pseudo_tokens:
+            weight = routing_tokens / (routing_tokens + pseudo_tokens)
+            routing_mass = weight * shares(np.asarray(routing_mass, float)) + (1 - weight) * shares(table.routing_mass)
+        shift = table.routing_shift(routing_mass)
+        damage = damage * shift[:, None]
+    if residual is not None and table.heads is not None and strength:
+        eta = table.heads.factor(residual, strength)
+        damage = np.concatenate([_above(steps(damage) * eta, damage[:, -1:]), damage[:, -1:]], axis=1)
+    return Prices(damage, shift, eta)
+
+
+def steps(damage: np.ndarray) -> np.ndarray:
+    """Damage that each transition adds, float64[n, B-1]: column ``j`` from level ``j + 1`` to level ``j`` (eq. 4)."""
+    return np.maximum(damage[:, :-1] - damage[:, 1:], 0)
+
+
+def even_damage(table: BlockTable) -> np.ndarray:
+    """Damage float64[n, B] of a block that is known by its size and its expert's routing share only."""
+    size = table.params * np.repeat(shares(table.routing_mass).ravel(), 2)
+    error = np.array([0.0 if bits == 16 else 4.0**-bits for bits in table.widths])
+    return size[:, None] * error
+
+
+def _above(added: np.ndarray, rest: np.ndarray) -> np.ndarray:
+    return np.cumsum(added[:, ::-1], axis=1)[:, ::-1] + rest
