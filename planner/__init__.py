@@ -1,21 +1,27 @@
 """Quality-aware precision planning: numbers in, plan out. NumPy only; no JAX, no devices, no clock.
 
-residual    ResidualHeads: how much more a prompt hurts than calibration text
 tables      BlockTable: damage and pages of every block at every width; what calibration hands over
+residual    ResidualHeads: how much more a prompt hurts than calibration text
+damage      Prices, price: sensitivity, routing and residual joined into the damage of now
 plan        Plan, Change, PlanStatus: what comes out
+hull, exact the two halves of the solver: steps along convex hulls, and what closes the gap to the optimum
 solve       demote, promote, fit, uniform: which blocks to move
 floors      FloorRule: how low each block may go, relaxed in stages
 pressure    Thresholds, Pressure, measure: how many pages to release, or to spend
-policy      Observation, Policy, get_policy, POLICIES: when to plan, and which plan
+observe     Observation, Policy, Trigger: what a policy sees and answers, and when it acts
+default, paper, baselines    the policies
+policy      get_policy, POLICIES: policies by name
 """
 
+from planner.damage import Prices as Prices
+from planner.damage import price as price
 from planner.floors import FloorRule as FloorRule
+from planner.observe import Observation as Observation
+from planner.observe import Policy as Policy
 from planner.plan import Change as Change
 from planner.plan import Plan as Plan
 from planner.plan import PlanStatus as PlanStatus
 from planner.policy import POLICIES as POLICIES
-from planner.policy import Observation as Observation
-from planner.policy import Policy as Policy
 from planner.policy import get_policy as get_policy
 from planner.pressure import Pressure as Pressure
 from planner.pressure import Thresholds as Thresholds

@@ -61,11 +61,12 @@ def steps(damage: np.ndarray) -> np.ndarray:
     return np.maximum(damage[:, :-1] - damage[:, 1:], 0)
 
 
-def even_damage(table: BlockTable) -> np.ndarray:
-    """Damage float64[n, B] of a block that is known by its size and its expert's routing share only."""
-    size = table.params * np.repeat(shares(table.routing_mass).ravel(), 2)
+def even_damage(table: BlockTable, weight: np.ndarray | None = None) -> np.ndarray:
+    """Damage float64[n, B] without calibration: of a block's size and ``weight`` float[n] (None: its routing share)."""
+    if weight is None:
+        weight = np.repeat(shares(table.routing_mass).ravel(), 2)
     error = np.array([0.0 if bits == 16 else 4.0**-bits for bits in table.widths])
-    return size[:, None] * error
+    return (weight * table.params)[:, None] * error
 
 
 def _above(added: np.ndarray, rest: np.ndarray) -> np.ndarray:

@@ -9,11 +9,13 @@ the best, but never worse than what came in.
 
 import numpy as np
 
-# Table entries that dynamic programming may fill: about 3 ms for large models; instances of fewer blocks than
-# EXACT_BLOCKS are finished, whatever it takes up to a bound on memory.
-WORK = 300_000
+# Instances of fewer blocks are finished, whatever it takes up to a bound on memory. Larger ones are improved only
+# where the gap exceeds a share of the damage, and by what takes a millisecond or two.
 EXACT_BLOCKS = 256
 EXACT_WORK = 200_000_000
+TOLERANCE = 1e-4
+WORK = 200_000
+SETTLED_BLOCKS = 40
 
 
 def improve(
@@ -29,10 +31,11 @@ def improve(
     best = reduced.min(axis=1)
     bound = float(best.sum()) - rate * limit_pages
     reduced -= best[:, None]
-    for work in (WORK, EXACT_WORK) if len(level) < EXACT_BLOCKS else (WORK,):
+    small = len(level) < EXACT_BLOCKS
+    for work, most in ((WORK, SETTLED_BLOCKS), (EXACT_WORK, EXACT_BLOCKS)) if small else ((WORK, SETTLED_BLOCKS),):
         have = float(damage[rows, level].sum())
         gap = have - bound
-        if gap <= 1e-9 * abs(have):
+        if gap <= (1e-9 if small else TOLERANCE) * abs(have):
             break
         candidate = reduced <= gap * (1 + 1e-9)
         free = np.flatnonzero(candidate.sum(axis=1) > 1)
@@ -45,7 +48,8 @@ def improve(
         span = np.cumsum(np.where(candidate[free], pages[free], 0).max(axis=1) - least)
         left = limit_pages - int(pages[rows, level].sum()) + np.cumsum(pages[free, level[free]] - least)
         room = np.minimum(left, span)
-        count = int(np.searchsorted(np.cumsum(candidate[free].sum(axis=1)) * (room + 1), work, side="right"))
+        entries = np.cumsum(candidate[free].sum(axis=1)) * (room + 1)
+        count = min(int(np.searchsorted(entries, work, side="right")), most)
         if count < 1:
             break
         chosen = free[:count]

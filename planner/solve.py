@@ -41,24 +41,12 @@ def demote(
     suffices, or damage would exceed ``max_damage``, the plan is the largest reduction allowed and says ``UNMET``.
     """
     prices = prices or Prices(table.expected)
-    start, rows = table.level(bits), np.arange(table.blocks)
-    held = table.pages[rows, start]
-    column = np.arange(len(table.widths))
-    stages = list(floors) or [table.widths[0]]
-    reaches = [(i, np.minimum(table.level(stage), start)) for i, stage in enumerate(stages)]
-    if depth is not None:
-        reaches = [(i, np.maximum(low, cap)) for i, low in reaches for cap in (start - depth, low)]
-    stage, bottom = reaches[-1]
-    for stage, bottom in reaches:
-        if frozen is not None:
-            bottom = np.where(frozen, start, bottom)
-        reach = (column >= bottom[:, None]) & (column <= start[:, None])
-        # What a stage can release at most is known before it is solved.
-        if (held - np.where(reach, table.pages, held[:, None]).min(axis=1)).sum() >= release_pages:
-            break
+    start = table.level(bits)
+    stages = [table.level(stage) for stage in floors] or [np.zeros_like(start)]
+    stage, bottom = _reach(table.pages, start, stages, release_pages, frozen, depth)
     level, met, bound = _descend(prices.damage, table.pages, start, bottom, release_pages, max_damage)
     status = PlanStatus.MET if met else PlanStatus.UNMET
-    floor = table.bits(np.maximum(bottom, table.level(stages[stage])))
+    floor = table.bits(np.maximum(bottom, stages[stage]))
     return Plan(table, table.bits(start), table.bits(level), status, stage, cause, bound, prices, floor)
 
 
@@ -117,6 +105,32 @@ def uniform(table: BlockTable, bits: int, capacity_pages: int | None = None, cau
     return Plan(table, wanted, wanted, status, cause=cause)
 
 
+def _reach(
+    pages: np.ndarray,
+    start: np.ndarray,
+    stages: Sequence[np.ndarray],
+    release: int,
+    frozen: np.ndarray | None,
+    depth: int | None,
+) -> tuple[int, np.ndarray]:
+    """The first stage that can release enough, else the last; and the levels int64[n] down to which it may go."""
+    column, held = np.arange(pages.shape[1]), pages[np.arange(len(start)), start]
+    caps = [None] if depth is None else [depth, None]
+    reaches = [(i, cap) for i in range(len(stages)) for cap in caps]
+    for stage, cap in reaches:
+        bottom = np.minimum(stages[stage], start)
+        if cap is not None:
+            bottom = np.maximum(bottom, start - cap)
+        if frozen is not None:
+            bottom = np.where(frozen, start, bottom)
+        within = (column >= bottom[:, None]) & (column <= start[:, None])
+        # What can be released at most is known before anything is solved.
+        most = held - np.where(within, pages, held[:, None]).min(axis=1)
+        if most.sum() >= release or (stage, cap) == reaches[-1]:
+            return stage, bottom
+    raise AssertionError("there is always a last stage")
+
+
 def _descend(
     damage: np.ndarray,
     pages: np.ndarray,
@@ -150,10 +164,7 @@ def _finish(damage, pages, start, bottom, level, missing: int, release: int, rat
     """``level`` with the best single move that releases what is ``missing``, then improved."""
     size, added, legal = moves(damage, pages, level, bottom)
     block, to = _cheapest(np.where(legal & (size >= missing), added, np.inf), size)
-    excess = int(size[block, to]) - missing
     level[block] = to
-    # The last move may have released more than was missing: give back what it made unnecessary.
-    level = _climb(damage, pages, level, start, excess)[0]
     allowed = moves(damage, pages, start, bottom)[2]
     allowed[np.arange(len(start)), level] = allowed[np.arange(len(start)), start] = True
     limit = int(pages[np.arange(len(start)), start].sum()) - release

@@ -2,8 +2,7 @@
 
 import jax
 
-from planner import Plan, demote, promote
-from planner.floors import FloorRule
+from planner import FloorRule, Plan, demote, price, promote
 from pwjax import models
 from pwjax.engine.parts import Model, Snapshot
 from pwjax.errors import UsageError
@@ -33,4 +32,6 @@ def plan(snapshot: Snapshot, target_bytes: int) -> Plan:
         spare_pages = min(seen.free_pages, -target_bytes // page_bytes)
         return promote(table, seen.bits, spare_pages, None, seen.moving, "Asked for.")
     pages = -(-target_bytes // page_bytes)
-    return demote(table, seen.bits, pages, FloorRule().stages(table, seen.routing_mass), seen.moving, "Asked for.")
+    prices = price(table, seen.routing_mass, seen.routing_tokens, seen.residual)
+    stages = FloorRule().stages(table, prices.damage)
+    return demote(table, seen.bits, pages, stages, seen.moving, "Asked for.", prices=prices)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from planner import POLICIES, BlockTable, Plan, Policy, get_policy
+from planner import BlockTable, Plan, Policy, get_policy
 from planner.solve import uniform
 from pwjax import environment
 from pwjax.checkpoints.artifact import Artifact
@@ -82,7 +82,12 @@ def outlook(
     ``bits`` (one width, or int[n] a block) fixes the precision. With ``shrink``, smaller programs and fewer slots are
     tried before BudgetError; without, the memory plan may say that it does not fit. UsageError for bad values.
     """
-    config, geometry, table = artifact.config, artifact.geometry, artifact.table()
+    config, geometry = artifact.config, artifact.geometry
+    try:
+        chosen = get_policy("uniform" if bits is not None else policy)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    table = artifact.table(chosen.damage_form)
     context = config.max_positions if context is None else context
     if not 2 <= context <= config.max_positions:
         raise UsageError(f"--context must be from 2 to the model's {config.max_positions} tokens, got {context}")
@@ -91,8 +96,6 @@ def outlook(
     if kv_dtype not in KV_DTYPES:
         raise UsageError(f"unknown KV dtype {kv_dtype!r}; choose from {', '.join(KV_DTYPES)}")
     fixed = checked_bits(bits, table)
-    if fixed is None and policy not in POLICIES:
-        raise UsageError(f"unknown policy {policy!r}; choose from {', '.join(POLICIES)}")
     chunks = tuple(c for c in chunks if c < context) or (min(chunks),)
     shapes = StepShapes(config, geometry, batch, context, chunks, decode_tokens, kv_dtype)
     if shapes.row_words > geometry.page_words:
@@ -112,11 +115,10 @@ def outlook(
     else:
         memory = measure(shapes)
     if fixed is not None:
-        plan, chosen = _fixed_plan(table, fixed), get_policy("uniform")
+        plan = _fixed_plan(table, fixed)
     else:
-        chosen = get_policy(policy)
-        plan = chosen.initial(table, memory.capacity_pages, _reserve(memory, shapes, policy))
-    return Outlook(shapes, memory, plan, chosen, fixed is None and policy in ("default", "uniform-dynamic"))
+        plan = chosen.initial(table, memory.capacity_pages, _reserve(memory, shapes, chosen.moves))
+    return Outlook(shapes, memory, plan, chosen, fixed is None and chosen.moves)
 
 
 def load(
@@ -149,7 +151,7 @@ def load(
         artifact, memory_budget_bytes=budget, batch=batch, context=context, kv_dtype=kv_dtype, policy=policy, bits=bits,
         report=report,
     )  # fmt: skip
-    shapes, memory, table = view.shapes, view.memory, artifact.table()
+    shapes, memory, table = view.shapes, view.memory, view.plan.table
     config, geometry = shapes.config, shapes.geometry
     tokenizer = Tokenizer.load(artifact.tokenizer_path, config.bos_token_id) if artifact.tokenizer_path else None
     programs = {}
@@ -209,10 +211,10 @@ def _fixed_plan(table: BlockTable, bits: np.ndarray) -> Plan:
     return replace(uniform(table, int(bits[0])), bits=bits, before=bits, cause="Fixed.")
 
 
-def _reserve(memory: MemoryPlan, shapes: StepShapes, policy: str) -> int:
+def _reserve(memory: MemoryPlan, shapes: StepShapes, moves: bool) -> int:
     """Pages that the first plan leaves for KV: all that can be used if it never moves, a start if it does."""
     spare = memory.capacity_pages - memory.weights_min_pages
-    if policy in ("static", "uniform"):
+    if not moves:
         return max(0, min(spare, memory.sequence_pages * shapes.slots))
     tokens = shapes.geometry.page_words // shapes.row_words
     start = -(-RESERVE_TOKENS // tokens) * 2 * shapes.config.num_layers * shapes.slots

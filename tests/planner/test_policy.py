@@ -1,5 +1,6 @@
 """Policies in a small simulated arena: moves land late, KV comes and goes."""
 
+from dataclasses import replace
 from itertools import cycle, islice, pairwise
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner import POLICIES, Observation, PlanStatus, Thresholds, get_policy
+from planner import POLICIES, Observation, PlanStatus, ResidualHeads, Thresholds, get_policy
 
 DYNAMIC = ("default", "uniform-dynamic")
 
@@ -65,7 +66,7 @@ def arena(table, name="default", latency=2, **options):
     return Arena(table, get_policy(name, **options), capacity, reserve=capacity // 10, latency=latency)
 
 
-@pytest.mark.parametrize("name", DYNAMIC)
+@pytest.mark.parametrize("name", (*DYNAMIC, "paper", "hotness", "random"))
 def test_weights_give_way_to_kv_and_come_back(table, name):
     a = arena(table, name)
     start = table.mean_bits(a.bits)
@@ -134,7 +135,7 @@ def test_a_plan_leaves_blocks_in_flight_alone(table):
         assert plan.moves and not any(moving[c.block] for c in plan.changes())
 
 
-@pytest.mark.parametrize("name", DYNAMIC)
+@pytest.mark.parametrize("name", (*DYNAMIC, "paper"))
 def test_pressure_beyond_the_lowest_width_says_unmet(table, name):
     policy = get_policy(name)
     policy.initial(table, table.total_pages(5), 0)
@@ -198,9 +199,93 @@ def test_uniform_dynamic_evens_out_after_a_failed_move(table):
     assert (policy.step(Observation(bits, still, 999, 0, boundary=99)).bits == 5).all()
 
 
+def test_blocks_given_up_do_not_hold_the_others_down(table):
+    policy = get_policy("uniform-dynamic", residence=0)
+    policy.initial(table, table.total_pages(5), 0)
+    given_up = np.arange(table.blocks) == 4
+    bits = np.where(given_up, 2, 4)
+    plan = policy.step(Observation(bits, given_up, 999, 0, boundary=1, given_up=given_up))
+    assert (plan.bits[~given_up] == 5).all() and plan.bits[4] == 2
+    assert policy.step(Observation(bits, given_up, 999, 0, boundary=2)) is None, "one that still moves is waited for"
+
+
+def test_of_tiny_blocks_16_bits_can_be_the_smaller(table):
+    pages = np.tile([1, 2, 3, 5, 9, 4], (table.blocks, 1))
+    tiny = replace(table, pages=pages)
+    assert (get_policy("uniform").initial(tiny, 4 * table.blocks, 0).bits == 16).all()
+    assert not get_policy("uniform").initial(tiny, 1, 0).met
+    policy = get_policy("uniform-dynamic", residence=0)
+    policy.initial(tiny, 6 * table.blocks, 0)
+    still = np.zeros(table.blocks, bool)
+    up = policy.step(Observation(np.full(table.blocks, 4), still, 3 * table.blocks, 0, boundary=1))
+    assert (up.bits == 16).all()
+    down = policy.step(Observation(np.full(table.blocks, 16), still, 0, 9 * table.blocks, boundary=2))
+    assert (down.bits == 2).all() and down.status is PlanStatus.UNMET
+
+
+def test_served_tokens_earn_the_right_to_promote(table):
+    policy = get_policy("default", residence=0, ceiling=0.5, token_ceiling=0.01)
+    capacity = policy.initial(table, table.total_pages(6), 0).pages_after
+    bits, still = np.full(table.blocks, 2), np.zeros(table.blocks, bool)
+
+    def promoted(boundary, tokens):
+        plan = policy.step(Observation(bits, still, capacity, 0, boundary, tokens=tokens))
+        return -plan.released_pages if plan else 0
+
+    first = promoted(1, 0)
+    assert 0 < first <= capacity // 2
+    assert promoted(2, 0) <= capacity // 2 - first + 1
+    before = promoted(3, 0)
+    assert before <= promoted(4, 10) <= before + 0.1 * capacity + table.pages.max()
+
+
+def test_requests_set_a_floor_and_a_limit_of_damage(table):
+    for name in (*DYNAMIC, "paper"):
+        policy = get_policy(name)
+        policy.initial(table, table.total_pages(5), 0)
+        bits, still = np.full(table.blocks, 5), np.zeros(table.blocks, bool)
+        plan = policy.step(Observation(bits, still, 0, 999, boundary=1, floor_bits=4))
+        assert plan.bits.min() == 4 and plan.status is PlanStatus.UNMET, name
+    policy = get_policy("default")
+    policy.initial(table, table.total_pages(5), 0)
+    limit = table.total_damage(5) * 1.5
+    plan = policy.step(Observation(bits, still, 0, 999, boundary=1, max_damage=limit))
+    assert plan.moves and plan.damage <= limit and plan.status is PlanStatus.UNMET
+
+
+def test_each_layer_of_the_default_can_be_taken_away(table):
+    still, bits = np.zeros(table.blocks, bool), np.full(table.blocks, 5)
+    mass = np.roll(table.routing_mass, 3, axis=1)
+    heads = ResidualHeads(np.full((2, 5, 4), 1.0), np.ones((2, 5)), np.full((2, 5), -2), np.full((2, 5), 2))
+    hurt = np.zeros((table.blocks, 4))
+    hurt[::3] = 0.5
+    table = replace(table, heads=heads)
+
+    def bits_of(name):
+        policy = get_policy(name)
+        policy.initial(table, table.total_pages(5), 0)
+        seen = Observation(bits, still, 0, 60, 1, routing_mass=mass, residual=hurt)
+        plan = policy.step(seen)
+        return tuple(plan.bits.tolist()) if plan else tuple(bits.tolist())
+
+    names = ["default", *(f"default:{layer}=off" for layer in ("routing", "residual", "sensitivity", "movement"))]
+    plans = [bits_of(name) for name in (*names, "hotness", "random", "random:seed=1")]
+    assert len(set(plans)) == len(plans)
+    assert not get_policy("default:movement=off").moves and get_policy("default").moves
+
+
 def test_unknown_names_and_options_are_explained():
-    with pytest.raises(ValueError, match="unknown policy 'papr'; choose from default, static, uniform"):
+    with pytest.raises(ValueError, match="unknown policy 'papr'; choose from default, paper, static, uniform"):
         get_policy("papr")
     with pytest.raises(ValueError, match="'static' has no option bits; it takes no options"):
         get_policy("static", bits=3)
+    with pytest.raises(ValueError, match="option routing must be on or off, got 'no'"):
+        get_policy("default:routing=no")
+    with pytest.raises(ValueError, match="option residence must be a number, got '1.5'"):
+        get_policy("default:residence=1.5")
+    with pytest.raises(ValueError, match="option floors must be set from Python"):
+        get_policy("default:floors=1")
+    with pytest.raises(ValueError, match="no option speed; it takes thresholds"):
+        get_policy("default:speed=1")
+    assert get_policy("default:residence=3,ceiling=0.5,depth=2").depth == 2
     assert get_policy("default", thresholds=Thresholds(0.1, 0.2, 0.3)).thresholds.settle_at == 0.2
