@@ -5,7 +5,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file
 
@@ -14,7 +16,7 @@ from pallas_kernels.pages import Geometry
 from planner.residual import ResidualHeads
 from planner.tables import BlockTable
 from pwjax.checkpoints import manifest as manifests
-from pwjax.checkpoints.lazy import LayerStack, bf16
+from pwjax.checkpoints.lazy import LayerStack
 from pwjax.checkpoints.source import ParamSource
 from pwjax.checkpoints.tree import EXPERTS, dense_shapes, name_all, param_shapes, shape_problems, unflatten
 from pwjax.config import ModelConfig
@@ -95,10 +97,11 @@ class Artifact:
         except (OSError, SafetensorError) as error:
             raise ArtifactError(f"cannot read {self.path / manifests.DENSE}: {error}") from error
 
-    def source(self, bits: int = 16) -> ParamSource:
+    def source(self, bits: int = 16, dtype: DTypeLike = ml_dtypes.bfloat16) -> ParamSource:
         """All parameters with experts at ``bits`` (16: the original ones), read one layer at a time.
 
-        ArtifactError where the model has no such bits or ``dense.safetensors`` has changed.
+        Experts below 16 bits are exact in float32, and rounded where ``dtype`` is bfloat16. ArtifactError where the
+        model has no such bits or ``dense.safetensors`` has changed.
         """
         if bits not in self.geometry.all_bits:
             raise ArtifactError(
@@ -108,13 +111,13 @@ class Artifact:
         flat: dict[str, np.ndarray | LayerStack] = {}
         for name, shape in param_shapes(self.config).items():
             if name in EXPERTS:
-                read = partial(self._expert_layer, EXPERTS.index(name), bits)
-                flat[name] = LayerStack(shape, read)
+                read = partial(self._expert_layer, EXPERTS.index(name), bits, dtype)
+                flat[name] = LayerStack(shape, read, dtype)
             elif name.startswith("layers/"):
                 flat[name] = LayerStack(shape, partial(self._dense_tensor, name))
             else:
                 flat[name] = self._dense_tensor(name)
-        return ParamSource(self.config, flat)
+        return ParamSource(self.config, flat, dtype)
 
     def host_store(self) -> HostStore:
         """A store over the page files; close it after use."""
@@ -184,12 +187,11 @@ class Artifact:
         except (OSError, SafetensorError) as error:
             raise ArtifactError(f"cannot read {self.path / manifests.DENSE}: {error}") from error
 
-    def _expert_layer(self, matrix: int, bits: int, layer: int) -> np.ndarray:
-        """One matrix of all routed experts of a layer at ``bits``: bfloat16[E, out, in]."""
+    def _expert_layer(self, matrix: int, bits: int, dtype: DTypeLike, layer: int) -> np.ndarray:
+        """One matrix of all routed experts of a layer at ``bits``: [E, out, in]."""
         with self.host_store() as store:
-            return np.stack(
-                [bf16(self.read_block(store, layer, e, matrix, bits)) for e in range(self.config.num_experts)]
-            )
+            blocks = (self.read_block(store, layer, e, matrix, bits) for e in range(self.config.num_experts))
+            return np.stack([block.astype(dtype) for block in blocks])
 
     def _tables(self) -> dict[str, np.ndarray]:
         try:

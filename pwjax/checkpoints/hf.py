@@ -10,6 +10,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
 from pwjax.checkpoints.hf_files import (
@@ -24,7 +25,7 @@ from pwjax.checkpoints.hf_files import (
 from pwjax.checkpoints.hf_names import Names, Part
 from pwjax.checkpoints.hf_save import save_hf as save_hf
 from pwjax.checkpoints.inputs import load_tokenizer
-from pwjax.checkpoints.lazy import LayerStack, bf16
+from pwjax.checkpoints.lazy import LayerStack
 from pwjax.checkpoints.source import ParamSource, stack_layers
 from pwjax.checkpoints.tree import param_shapes, shape_problems, unflatten
 from pwjax.config import ModelConfig
@@ -42,12 +43,12 @@ class HFCheckpoint:
     """A checkpoint directory whose names, types and shapes were checked, read on demand.
 
     ``path``, ``config`` (ModelConfig), ``notes`` (sentences worth showing, such as a rounded type). All parameters are
-    bfloat16. Raises CheckpointError that names every shard and every tensor that is missing, unexpected or misshapen;
-    only headers have been read by then.
+    given out as ``dtype``, bfloat16 or float32. Raises CheckpointError that names every shard and every tensor that is
+    missing, unexpected or misshapen; only headers have been read by then.
     """
 
-    def __init__(self, path: str | os.PathLike):
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike, dtype: DTypeLike = ml_dtypes.bfloat16):
+        self.path, self.dtype = Path(path), np.dtype(dtype)
         self.config = _read_config(self.path)
         tensors, problems, lost, stale = read_headers(self.path)
         self._names = Names(self.config, {*tensors, *lost})
@@ -64,18 +65,19 @@ class HFCheckpoint:
             )
         wide = sorted({t.dtype for t in tensors.values()} - {"BF16"})
         kinds = " and ".join(_FLOATS[dtype] for dtype in wide)
-        if wide:
+        if wide and self.dtype.itemsize == 2:
             self.notes.append(f"{self.path.name} holds {kinds} tensors; they are rounded to bfloat16")
 
     def source(self) -> ParamSource:
         """All parameters, those of layers left on disk until one is asked for."""
-        stack = lambda name, shape: LayerStack(shape, lambda index: self._layer(name, index))  # noqa: E731
+        stack = lambda name, shape: LayerStack(shape, lambda index: self._layer(name, index), self.dtype)  # noqa: E731
         return ParamSource(
             self.config,
             {
                 name: stack(name, shape) if name.startswith("layers/") else self._whole(name)
                 for name, shape in param_shapes(self.config).items()
             },
+            self.dtype,
         )
 
     def params(self) -> dict:
@@ -83,7 +85,7 @@ class HFCheckpoint:
         return unflatten({name: self._whole(name) for name in param_shapes(self.config)})
 
     def _whole(self, name: str) -> np.ndarray:
-        out = np.empty(param_shapes(self.config)[name], ml_dtypes.bfloat16)
+        out = np.empty(param_shapes(self.config)[name], self.dtype)
         if not name.startswith("layers/"):
             return self._fill(out, self._names.parts(name, None))
         for index, layer in enumerate(stack_layers(self.config, name)):
@@ -93,7 +95,7 @@ class HFCheckpoint:
     def _layer(self, name: str, index: int) -> np.ndarray:
         """One entry of a stacked parameter, by its place in the stack."""
         layer = stack_layers(self.config, name)[index]
-        out = np.empty(param_shapes(self.config)[name][1:], ml_dtypes.bfloat16)
+        out = np.empty(param_shapes(self.config)[name][1:], self.dtype)
         return self._fill(out, self._names.parts(name, layer))
 
     def _fill(self, out: np.ndarray, pieces: list[Part]) -> np.ndarray:
@@ -105,7 +107,7 @@ class HFCheckpoint:
             try:
                 if path not in files:
                     files[path] = safe_open(path, "numpy")
-                out[part.index] = bf16(files[path].get_tensor(part.name))
+                out[part.index] = files[path].get_tensor(part.name).astype(self.dtype, copy=False)
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{path} cannot be read: {error}") from error
         return out
@@ -126,21 +128,24 @@ class HFCheckpoint:
         )
         if not problems and not lost and config.tie_embeddings and names.head in tensors:
             shape = optional[names.head]
-            both = [np.empty(shape, ml_dtypes.bfloat16) for _ in range(2)]
+            both = [np.empty(shape, self.dtype) for _ in range(2)]
             for out, name in zip(both, (names.head, names.embedding), strict=True):
                 self._fill(out, [Part(name, shape, ())])
-            if not np.array_equal(both[0].view(np.uint16), both[1].view(np.uint16)):
+            if not both[0].tobytes() == both[1].tobytes():
                 problems.append(f"{names.head} differs from the embedding, but {CONFIG} says they are tied")
         return problems
 
 
-def load_hf(path: str | os.PathLike, note: Note | None = None) -> tuple[ModelConfig, dict]:
-    """Read the checkpoint directory ``path``: its config, and the parameter tree as bfloat16 NumPy arrays.
+def load_hf(
+    path: str | os.PathLike, note: Note | None = None, dtype: DTypeLike = ml_dtypes.bfloat16
+) -> tuple[ModelConfig, dict]:
+    """Read the checkpoint directory ``path``: its config, and the parameter tree as NumPy arrays.
 
-    One ``model.safetensors`` or shards with an index; routed experts one by one or fused; float16 and float32 are
-    rounded, which ``note`` is told (default: a warning). Raises CheckpointError as :class:`HFCheckpoint` does.
+    ``dtype`` is bfloat16, as artifacts keep it, or float32. One ``model.safetensors`` or shards with an index; routed
+    experts one by one or fused. ``note`` is told what is worth knowing, such as float32 tensors that are rounded
+    (default: a warning). Raises CheckpointError as :class:`HFCheckpoint` does.
     """
-    checkpoint = HFCheckpoint(path)
+    checkpoint = HFCheckpoint(path, dtype)
     for text in checkpoint.notes:
         warnings.warn(text, stacklevel=2) if note is None else note(text)
     return checkpoint.config, checkpoint.params()

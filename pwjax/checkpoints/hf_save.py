@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ from pwjax.checkpoints.hf_names import Names
 from pwjax.checkpoints.inputs import tokenizer_files
 from pwjax.checkpoints.lazy import LayerStack
 from pwjax.checkpoints.orbax import params_of
-from pwjax.checkpoints.safetensors_file import bf16_bytes, write_bf16
+from pwjax.checkpoints.safetensors_file import write_tensors
 from pwjax.checkpoints.source import stack_layers
 from pwjax.checkpoints.tree import flatten, param_shapes, shape_problems
 from pwjax.checkpoints.writer import refuse_taken
@@ -26,8 +27,7 @@ from pwjax.errors import ArtifactError, CheckpointError
 
 SHARD_BYTES = 5_000_000_000
 _SLACK_BYTES = 4 << 20
-
-Shapes = dict[str, tuple[int, ...]]
+_DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 
 
 def save_hf(
@@ -37,13 +37,14 @@ def save_hf(
     tokenizer_file: str | os.PathLike | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     shard_bytes: int = SHARD_BYTES,
+    dtype: str = "bfloat16",
 ) -> Path:
     """Write ``params`` as a checkpoint directory that transformers reads; returns its path.
 
-    ``params``: the parameter tree (NumPy, JAX or :class:`LayerStack`; rounded to bfloat16), or a train state that
-    holds it. ``tokenizer_file``: a ``tokenizer.json`` or its directory, copied with its sibling files; what is not
-    there of ``tokenizer_config.json`` and ``generation_config.json`` is made. ``progress(tensors, all tensors)``.
-    Tensors of more than ``shard_bytes`` together go to several files with an index.
+    ``params``: the parameter tree (NumPy, JAX or :class:`LayerStack`; rounded to ``dtype``, "bfloat16" or "float32"),
+    or a train state that holds it. ``tokenizer_file``: a ``tokenizer.json`` or its directory, copied with its sibling
+    files; what is not there of ``tokenizer_config.json`` and ``generation_config.json`` is made. ``progress(tensors,
+    all tensors)``. Tensors of more than ``shard_bytes`` together go to several files with an index.
 
     Written beside ``path`` and renamed when whole. Raises CheckpointError where ``path`` is taken, the tree does not
     fit the config, the tokenizer has more entries than the model, or the disk is full.
@@ -57,13 +58,15 @@ def save_hf(
     problems = shape_problems({name: value.shape for name, value in flat.items()}, param_shapes(config))
     if problems:
         raise CheckpointError(f"the parameters do not fit the model config: {'; '.join(problems)}")
-    files = _side_files(config, tokenizer_file)
+    files = _side_files(config, tokenizer_file, dtype)
     names = Names(config)
     empty = names.empty_shared()
     shapes = {part.name: part.shape for _, _, pieces in names.all_parts() for part in pieces} | empty
-    shards = _shards(shapes, shard_bytes)
+    sizes = {name: np.dtype(_DTYPES[dtype]).itemsize * math.prod(shape) for name, shape in shapes.items()}
+    shards = _shards(sizes, shard_bytes)
     if len(shards) > 1:
-        files[INDEX] = _index(shards)
+        weights = {name: file for file, own in shards.items() for name in own}
+        files[INDEX] = _json({"metadata": {"total_size": sum(sizes.values())}, "weight_map": weights})
 
     def tensors() -> Iterator[tuple[str, np.ndarray]]:
         count = 0
@@ -80,11 +83,12 @@ def save_hf(
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _reserve(partial, sum(map(bf16_bytes, shapes.values())) + sum(map(len, files.values())))
+        _reserve(partial, sum(sizes.values()) + sum(map(len, files.values())))
         stream = tensors()
         for name, own in shards.items():
             # A generator read past the end of a shard would lose the next one's first tensor.
-            write_bf16(partial / name, own, islice(stream, len(own)), {"format": "pt"})
+            own_shapes = {key: shapes[key] for key in own}
+            write_tensors(partial / name, own_shapes, islice(stream, len(own)), {"format": "pt"}, _DTYPES[dtype])
         for name, data in files.items():
             (partial / name).write_bytes(data)
         for file in partial.iterdir():
@@ -100,29 +104,22 @@ def save_hf(
     return path
 
 
-def _shards(shapes: Shapes, shard_bytes: int) -> dict[str, Shapes]:
+def _shards(sizes: Mapping[str, int], shard_bytes: int) -> dict[str, list[str]]:
     """Tensors by the file that they go to, in order; a file is closed before it would pass ``shard_bytes``."""
-    groups: list[Shapes] = [{}]
-    size = 0
-    for name, shape in shapes.items():
-        if groups[-1] and size + bf16_bytes(shape) > shard_bytes:
-            groups.append({})
-            size = 0
-        groups[-1][name] = shape
-        size += bf16_bytes(shape)
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if groups[-1] and filled + size > shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
     if len(groups) == 1:
         return {SINGLE: groups[0]}
     return {f"model-{i + 1:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups)}
 
 
-def _index(shards: dict[str, Shapes]) -> bytes:
-    """``model.safetensors.index.json``."""
-    total = sum(bf16_bytes(shape) for own in shards.values() for shape in own.values())
-    weights = {name: file for file, own in shards.items() for name in own}
-    return _json({"metadata": {"total_size": total}, "weight_map": weights})
-
-
-def _side_files(config: ModelConfig, tokenizer: str | os.PathLike | None) -> dict[str, bytes]:
+def _side_files(config: ModelConfig, tokenizer: str | os.PathLike | None, dtype: str) -> dict[str, bytes]:
     """Everything but the tensors: config, tokenizer and generation settings, by file name."""
     files = tokenizer_files(tokenizer)
     eos = list(config.eos_token_ids)
@@ -145,7 +142,10 @@ def _side_files(config: ModelConfig, tokenizer: str | os.PathLike | None) -> dic
         if config.bos_token_id is not None:
             generation["bos_token_id"] = config.bos_token_id
         files.setdefault(GENERATION, _json(generation))
-    return {CONFIG: _json(config.to_hf()), **files}
+    described = config.to_hf()
+    if dtype != "bfloat16":
+        described["torch_dtype"] = dtype  # what transformers loads it as
+    return {CONFIG: _json(described), **files}
 
 
 def _json(data: Mapping) -> bytes:

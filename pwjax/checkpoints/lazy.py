@@ -4,18 +4,19 @@ from collections.abc import Callable, Iterator
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 
 
 class LayerStack:
-    """Stands where an array bfloat16[L, ...] would: ``stack[layer]`` reads that layer, iteration reads all in turn.
+    """Stands where an array [L, ...] would: ``stack[layer]`` reads that layer, iteration reads all in turn.
 
-    ``shape`` is that of the whole; ``read(layer)`` gives one layer. ``np.asarray(stack)`` reads everything.
+    ``shape`` is that of the whole; ``read(layer)`` gives one layer, of type ``dtype``. ``np.asarray(stack)`` reads all.
     """
 
-    dtype = np.dtype(ml_dtypes.bfloat16)
-
-    def __init__(self, shape: tuple[int, ...], read: Callable[[int], np.ndarray]):
-        self.shape, self._read = tuple(shape), read
+    def __init__(
+        self, shape: tuple[int, ...], read: Callable[[int], np.ndarray], dtype: DTypeLike = ml_dtypes.bfloat16
+    ):
+        self.shape, self.dtype, self._read = tuple(shape), np.dtype(dtype), read
 
     @property
     def ndim(self) -> int:

@@ -4,30 +4,37 @@ The library also writes the memory of a transposed array as it lies, without an 
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 
 from pwjax.checkpoints.lazy import LayerStack
 
+_NAMES = {"bfloat16": "BF16", "float32": "F32"}
 
-def write_bf16(
+
+def write_tensors(
     path: Path,
     shapes: Mapping[str, tuple[int, ...]],
     tensors: Iterable[tuple[str, np.ndarray | LayerStack]],
     metadata: Mapping[str, str] | None = None,
+    dtype: DTypeLike = ml_dtypes.bfloat16,
 ) -> None:
-    """Write ``tensors`` as bfloat16, in the order and with the shapes of ``shapes``; ValueError where they differ.
+    """Write ``tensors`` as ``dtype``, in the order and with the shapes of ``shapes``; ValueError where they differ.
 
-    A :class:`LayerStack` is read and written one layer at a time. ``metadata`` goes into the header.
+    ``dtype`` is bfloat16 or float32. A :class:`LayerStack` is read and written one layer at a time. ``metadata`` goes
+    into the header.
     """
+    dtype = np.dtype(dtype)
     header: dict = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, shape in shapes.items():
-        begin, end = end, end + bf16_bytes(shape)
-        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+        begin, end = end, end + dtype.itemsize * math.prod(shape)
+        header[name] = {"dtype": _NAMES[dtype.name], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # data starts aligned
     expected = iter(shapes.items())
@@ -38,12 +45,7 @@ def write_bf16(
             if wanted is None or wanted[0] != name or tuple(wanted[1]) != value.shape:
                 raise ValueError(f"expected the tensor {wanted}, got {name} {value.shape}")
             for part in value if isinstance(value, LayerStack) else (value,):
-                part = np.ascontiguousarray(part.astype(ml_dtypes.bfloat16, copy=False))
-                file.write(part.view(np.uint16).astype("<u2", copy=False).data)
+                part = np.ascontiguousarray(part.astype(dtype, copy=False))
+                file.write(part.view(f"u{dtype.itemsize}").astype(f"<u{dtype.itemsize}", copy=False).data)
         if (left := next(expected, None)) is not None:
             raise ValueError(f"the tensor {left[0]} was not given")
-
-
-def bf16_bytes(shape: tuple[int, ...]) -> int:
-    """Bytes of a bfloat16 tensor."""
-    return 2 * int(np.prod(shape, dtype=np.int64))

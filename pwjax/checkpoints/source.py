@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 
+import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 
-from pwjax.checkpoints.lazy import LayerStack, bf16
+from pwjax.checkpoints.lazy import LayerStack
 from pwjax.checkpoints.tree import unflatten
 from pwjax.config import ModelConfig
 
@@ -12,24 +14,29 @@ from pwjax.config import ModelConfig
 class ParamSource:
     """All parameters by flat name: ``flat`` maps them to arrays, or to :class:`LayerStack` where they stay on disk.
 
-    ``config`` ModelConfig. What is given out is bfloat16 and read anew at each call, so a pass over the layers holds
-    one of them at a time.
+    ``config`` ModelConfig. Layers are given out as ``dtype``. What is on disk is read anew at each call, so a pass
+    over the layers holds one of them at a time.
     """
 
-    def __init__(self, config: ModelConfig, flat: Mapping[str, np.ndarray | LayerStack]):
-        self.config, self.flat = config, dict(flat)
+    def __init__(
+        self, config: ModelConfig, flat: Mapping[str, np.ndarray | LayerStack], dtype: DTypeLike = ml_dtypes.bfloat16
+    ):
+        self.config, self.flat, self.dtype = config, dict(flat), np.dtype(dtype)
 
     def layer(self, layer: int) -> dict[str, np.ndarray]:
         """Every parameter of one layer: flat name, ``layers/`` included, to its array without the layers' axis."""
         return {
-            name: bf16(value[stack_layers(self.config, name).index(layer)])
+            name: self._cast(value[stack_layers(self.config, name).index(layer)])
             for name, value in self.flat.items()
             if name.startswith("layers/") and layer in stack_layers(self.config, name)
         }
 
     def outer(self) -> dict[str, np.ndarray]:
         """What lies outside of the layers: embedding, last norm, head."""
-        return {name: bf16(value) for name, value in self.flat.items() if not name.startswith("layers/")}
+        return {name: self._cast(value) for name, value in self.flat.items() if not name.startswith("layers/")}
+
+    def _cast(self, value) -> np.ndarray:
+        return np.asarray(value).astype(self.dtype, copy=False)
 
     def tree(self) -> dict:
         """The nested parameter tree, stacks left on disk: what ``quantize`` and ``save_hf`` take."""

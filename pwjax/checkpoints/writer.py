@@ -21,7 +21,7 @@ from safetensors.numpy import save as safetensors_bytes
 from pallas_kernels.pages import Geometry
 from pwjax.checkpoints import manifest as manifests
 from pwjax.checkpoints.lazy import LayerStack
-from pwjax.checkpoints.safetensors_file import write_bf16
+from pwjax.checkpoints.safetensors_file import write_tensors
 from pwjax.config import ModelConfig
 from pwjax.errors import ArtifactError
 from pwjax.memory.host_store import crc_file, page_file
@@ -166,7 +166,7 @@ class ArtifactWriter:
     def _write_dense(self, dense: Mapping[str, np.ndarray | LayerStack]) -> dict:
         """Write what is not paged; returns its size and sha256."""
         path = self.body / manifests.DENSE
-        write_bf16(path, {name: value.shape for name, value in dense.items()}, dense.items())
+        write_tensors(path, {name: value.shape for name, value in dense.items()}, dense.items())
         with open(path, "rb") as file:
             os.fsync(file.fileno())
         return {"bytes": path.stat().st_size, "sha256": manifests.file_sha256(path)}

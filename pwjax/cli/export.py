@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import click
+import numpy as np
 
 from pwjax.checkpoints.artifact import Artifact
 from pwjax.checkpoints.hf import save_hf
@@ -16,12 +17,15 @@ from pwjax.progress import Bars
 @click.argument("paths", nargs=-1, metavar="[MODEL] HF_DIR")
 @click.option("--bits", type=int, default=16, show_default=True, metavar="N",
               help="Precision of the routed experts: 16 is the original, others are its rounded approximations.")
+@click.option("--dtype", type=click.Choice(("bfloat16", "float32")), default="bfloat16", show_default=True,
+              help="Type of all tensors. Experts below 16 bits are exact in float32 only.")
 @json_option
 @quiet_option
-def command(paths: tuple[str, ...], bits: int, as_json: bool, quiet: bool) -> None:
+def command(paths: tuple[str, ...], bits: int, dtype: str, as_json: bool, quiet: bool) -> None:
     """Write the quantized MODEL (default: the bundled demo model) as a Hugging Face checkpoint HF_DIR.
 
-    All tensors are bfloat16. At 16 bits they are exactly those that were quantized.
+    At 16 bits the tensors are exactly those that were quantized. Below, they are what the model computes with: equal
+    in float32, rounded in bfloat16, which takes half the disk.
     """
     if not 1 <= len(paths) <= 2:
         raise UsageError(
@@ -30,17 +34,19 @@ def command(paths: tuple[str, ...], bits: int, as_json: bool, quiet: bool) -> No
     artifact = Artifact.open(paths[0] if len(paths) == 2 else _bundled())
     bars = Bars(False if quiet else None)
     try:
-        out = export(artifact, paths[-1], bits, lambda done, total: bars("exporting", done, total))
+        out = export(artifact, paths[-1], bits, lambda done, total: bars("exporting", done, total), dtype)
     finally:
         bars.close()
     size = sum(file.stat().st_size for file in out.iterdir())
     if as_json:
-        click.echo(json.dumps({"path": str(out), "bits": bits, "bytes": size}))
+        click.echo(json.dumps({"path": str(out), "bits": bits, "dtype": dtype, "bytes": size}))
     elif not quiet:
         click.echo(f"wrote {out}: experts at {bits} bits, {size / 2**20:,.1f} MiB", err=True)
 
 
-def export(artifact: Artifact, out: str | Path, bits: int, progress=lambda done, total: None) -> Path:
+def export(
+    artifact: Artifact, out: str | Path, bits: int, progress=lambda done, total: None, dtype: str = "bfloat16"
+) -> Path:
     """Write the checkpoint directory ``out``, one layer of experts in memory at a time; returns its path.
 
     UsageError where the model has no ``bits``; CheckpointError where ``out`` is taken or cannot be written.
@@ -48,8 +54,8 @@ def export(artifact: Artifact, out: str | Path, bits: int, progress=lambda done,
     widths = artifact.geometry.all_bits
     if bits not in widths:
         raise UsageError(f"this model has no {bits} bits; choose from {', '.join(map(str, widths))}")
-    params = artifact.source(bits).tree()
-    return save_hf(out, artifact.config, params, artifact.tokenizer_path, progress)
+    params = artifact.source(bits, np.dtype(dtype)).tree()
+    return save_hf(out, artifact.config, params, artifact.tokenizer_path, progress, dtype=dtype)
 
 
 def _bundled() -> Path:

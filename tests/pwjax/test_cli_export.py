@@ -52,6 +52,17 @@ def test_fewer_bits_are_the_dequantized_weights(tmp_path, made, bits):
             assert np.array_equal(value, original[name])
 
 
+def test_float32_is_exact(tmp_path, made):
+    assert main(["export", str(made[1]), str(tmp_path / "out"), "--bits", "3", "--dtype", "float32", "--quiet"]) == 0
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "float32"
+    config, params = load_hf(tmp_path / "out", dtype=np.float32)
+    original = flatten(load_hf(made[0], dtype=np.float32)[1])
+    experts = {name: Artifact.open(made[1]).expert_params(3)[name.rsplit("/", 1)[1]] for name in EXPERTS}
+    assert config == CONFIG
+    for name, value in flatten(params).items():
+        assert value.dtype == np.float32 and np.array_equal(value, {**original, **experts}[name])
+
+
 def test_bad_input(tmp_path, made, capsys):
     def told(*words):
         assert main(["export", *map(str, words)]) in (1, 2)

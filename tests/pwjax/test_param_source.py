@@ -31,6 +31,8 @@ def test_three_sources_agree(tmp_path, tiny_config, tiny_params, tiny_artifact):
         assert {n: v.shape for n, v in flatten(other.tree()).items()} == param_shapes(tiny_config)
     wanted = artifact.expert_params(3)["down"][1].astype(ml_dtypes.bfloat16)
     assert artifact.source(3).layer(1)["layers/experts/down"].tobytes() == wanted.tobytes()
+    exact = artifact.source(3, np.float32).layer(1)["layers/experts/down"]
+    assert exact.dtype == np.float32 and np.array_equal(exact, artifact.expert_params(3)["down"][1])
     with pytest.raises(ArtifactError, match="has no 7 bits; choose from 2, 3"):
         artifact.source(7)
 
