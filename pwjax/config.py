@@ -1,36 +1,46 @@
-"""Model facts read from a Hugging Face ``config.json``: one frozen dataclass, unknown numerics refused."""
+"""The model's configuration: one frozen dataclass for all families; what a family adds is in ``pwjax.families``."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pwjax.errors import CheckpointError
 
-MODEL_TYPES = ("qwen2_moe",)
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
-# Fields that say nothing about the numbers of the forward pass, or whose only understood value is given.
-_IGNORED = {
-    "architectures", "auto_map", "attention_dropout", "bos_token_id", "decoder_sparse_step", "dtype", "eos_token_id",
-    "initializer_range", "max_window_layers", "model_type", "output_router_logits", "pad_token_id",
-    "router_aux_loss_coef", "torch_dtype", "transformers_version", "use_cache", "_name_or_path",
-    "chunk_size_feed_forward", "id2label", "label2id", "is_encoder_decoder", "output_attentions",
-    "output_hidden_states", "problem_type", "return_dict", "tokenizer_class", "intermediate_size", "sliding_window",
-}  # fmt: skip
-_ONLY = {
-    "hidden_act": ("silu",),
-    "mlp_only_layers": ([], None),
-    "rope_scaling": (None,),
-    "use_sliding_window": (False, None),
-    "attention_bias": (True, None),
-    "qkv_bias": (True, False),
-}
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionKind:
+    """Attention of one kind of layers.
+
+    ``name`` (unique in a model); ``head_dim`` and ``kv_heads``; ``window`` tokens that a query sees, itself included
+    (None: all); ``rope_theta``, and ``rope_fraction``, the share of frequencies that rotate ("proportional": the
+    lowest frequencies stand still); ``k_eq_v``: values are the key projection before its norm and rotation.
+    """
+
+    name: str
+    head_dim: int
+    kv_heads: int
+    rope_theta: float
+    window: int | None = None
+    rope_fraction: float = 1.0
+    k_eq_v: bool = False
+
+    def row_words(self, dtype_bytes: int) -> int:
+        """uint32 words of K (or V) of one token in one layer."""
+        return -(-self.kv_heads * self.head_dim * dtype_bytes // 4)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Shapes and numeric switches of one MoE decoder.
 
-    ``expert_size`` and ``shared_size`` are the intermediate widths of a routed and of the shared expert
-    (0 = no shared expert); ``max_positions`` bounds prompt plus generated tokens.
+    ``expert_size``, ``shared_size`` and ``mlp_size`` are the intermediate widths of a routed expert, of the shared
+    expert and of the dense MLP beside the experts (0 = none); ``max_positions`` bounds prompt plus generated tokens.
+    ``num_kv_heads``, ``head_dim``, ``rope_theta`` and ``window`` describe the first kind of attention, ``other_kinds``
+    the rest, and ``pattern`` the kind of each layer, repeated over the depth. ``query_scale`` None is
+    ``head_dim ** -0.5``; ``qk_norm`` norms queries and keys (with scales) and values (without); ``softcap`` bounds the
+    final logits; ``embed_scale`` multiplies embeddings. Raises CheckpointError for values that cannot be.
     """
 
     model_type: str
@@ -52,21 +62,64 @@ class ModelConfig:
     qkv_bias: bool
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    activation: str = "silu"
+    mlp_size: int = 0
+    window: int | None = None
+    other_kinds: tuple[AttentionKind, ...] = ()
+    pattern: tuple[int, ...] = (0,)
+    query_scale: float | None = None
+    qk_norm: bool = False
+    softcap: float | None = None
+    embed_scale: float = 1.0
 
     def __post_init__(self):
         sizes = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.type is int}
-        bad = [f"{k}={v}" for k, v in sizes.items() if v < (0 if k == "shared_size" else 1)]
+        optional = ("shared_size", "mlp_size")
+        bad = [f"{k}={v}" for k, v in sizes.items() if v < (0 if k in optional else 1)]
+        for kind in self.attention_kinds:
+            values = {"head_dim": kind.head_dim, "kv_heads": kind.kv_heads, "window": kind.window}
+            bad += [f"{kind.name} {k}={v}" for k, v in values.items() if v is not None and v < 1 and k not in sizes]
         if bad:
             raise CheckpointError(f"the model config has sizes that cannot be: {', '.join(bad)}; they must be positive")
-        if self.num_heads % self.num_kv_heads:
-            raise CheckpointError(
-                "num_attention_heads must be a multiple of num_key_value_heads, "
-                f"got {self.num_heads} and {self.num_kv_heads}"
-            )
+        for kind in self.attention_kinds:
+            if self.num_heads % kind.kv_heads:
+                raise CheckpointError(
+                    "num_attention_heads must be a multiple of num_key_value_heads, "
+                    f"got {self.num_heads} and {kind.kv_heads}"
+                )
+            if kind.head_dim % 2:
+                raise CheckpointError(f"head_dim must be even for rotary positions, got {kind.head_dim}")
         if self.top_k > self.num_experts:
             raise CheckpointError(f"num_experts_per_tok is {self.top_k}, but there are only {self.num_experts} experts")
-        if self.head_dim % 2:
-            raise CheckpointError(f"head_dim must be even for rotary positions, got {self.head_dim}")
+        if self.activation not in ACTIVATIONS:
+            raise CheckpointError(f"unknown activation {self.activation!r}; allowed: {', '.join(ACTIVATIONS)}")
+        names = [kind.name for kind in self.attention_kinds]
+        if not self.pattern or not set(self.pattern) <= set(range(len(names))) or len(set(names)) != len(names):
+            raise CheckpointError(f"the layer pattern {self.pattern} does not fit the attention kinds {names}")
+
+    @property
+    def attention_kinds(self) -> tuple[AttentionKind, ...]:
+        """All kinds of attention; layers name them by index, see :attr:`layer_kinds`."""
+        first = AttentionKind(
+            name="full" if self.window is None else "sliding", head_dim=self.head_dim, kv_heads=self.num_kv_heads,
+            rope_theta=self.rope_theta, window=self.window,
+        )  # fmt: skip
+        return (first, *self.other_kinds)
+
+    @property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """Index into :attr:`attention_kinds` of every layer."""
+        return tuple(self.pattern[layer % len(self.pattern)] for layer in range(self.num_layers))
+
+    @property
+    def kind_layers(self) -> tuple[tuple[int, ...], ...]:
+        """The layers of each kind, in order."""
+        kinds = self.layer_kinds
+        return tuple(tuple(n for n, k in enumerate(kinds) if k == i) for i in range(len(self.attention_kinds)))
+
+    def attention_group(self, kind: AttentionKind) -> str:
+        """Name of the attention parameters of a kind in the tree of layers."""
+        return f"attn_{kind.name}" if self.other_kinds else "attn"
 
     @property
     def blocks(self) -> int:
@@ -79,8 +132,8 @@ class ModelConfig:
         return self.num_layers * self.num_experts * 3 * self.hidden_size * self.expert_size
 
     def kv_row_words(self, dtype_bytes: int) -> int:
-        """uint32 words of K (or V) of one token in one layer."""
-        return -(-self.num_kv_heads * self.head_dim * dtype_bytes // 4)
+        """uint32 words of the widest K (or V) row of one token in one layer."""
+        return max(kind.row_words(dtype_bytes) for kind in self.attention_kinds)
 
     @classmethod
     def from_hf(cls, data: dict) -> "ModelConfig":
@@ -89,94 +142,27 @@ class ModelConfig:
         Raises CheckpointError for an unknown model type, a missing field, or a field that changes
         numerics and is not understood.
         """
-        model_type = data.get("model_type")
-        if model_type not in MODEL_TYPES:
-            known = ", ".join(MODEL_TYPES)
-            raise CheckpointError(f"unknown model type {model_type!r} in config.json; this version reads {known}")
-        for key, allowed in _ONLY.items():
-            if key in data and data[key] not in allowed:
-                choices = ", ".join(map(repr, allowed))
-                raise CheckpointError(f"config.json: {key} = {data[key]!r} is not supported; allowed: {choices}")
-        if data.get("decoder_sparse_step", 1) != 1:
-            step = data["decoder_sparse_step"]
-            raise CheckpointError(f"config.json: decoder_sparse_step = {step!r} is not supported; allowed: 1")
-        rope = data.get("rope_parameters") or {}
-        if rope.get("rope_type", "default") != "default":
-            raise CheckpointError(f"config.json: rope_type {rope['rope_type']!r} is not supported; allowed: 'default'")
-        layer_types = data.get("layer_types")
-        if layer_types and set(layer_types) != {"full_attention"}:
-            raise CheckpointError("config.json: layer_types other than 'full_attention' are not supported")
-        missing = [key for key in _FIELDS if key not in data and key not in ("head_dim", "rope_theta")]
-        theta = data.get("rope_theta", rope.get("rope_theta"))
-        if missing or theta is None:
-            missing += ["rope_theta"] * (theta is None)
-            raise CheckpointError(f"config.json lacks {', '.join(missing)}")
-        known = {*_FIELDS, *_IGNORED, *_ONLY, "rope_parameters", "layer_types"}
-        unknown = sorted(set(data) - known)
-        if unknown:
-            raise CheckpointError(
-                f"config.json has fields this version does not understand: {', '.join(unknown)}; "
-                "they may change the numbers, so they are not ignored"
-            )
-        eos = data.get("eos_token_id")
-        eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-        values = {name: data[key] for key, name in _FIELDS.items() if key in data}
-        values.setdefault("head_dim", data["hidden_size"] // data["num_attention_heads"])
-        values["rope_theta"] = float(theta)
-        return cls(
-            model_type=model_type,
-            qkv_bias=data.get("qkv_bias", True),
-            eos_token_ids=eos_ids,
-            bos_token_id=data.get("bos_token_id"),
-            **values,
-        )
+        from pwjax.families import read_config
+
+        return read_config(data)
 
     def to_hf(self) -> dict:
         """The ``config.json`` dictionary that transformers and :meth:`from_hf` read."""
-        data = {key: getattr(self, name) for key, name in _FIELDS.items()}
-        eos = self.eos_token_ids
-        return {
-            "architectures": ["Qwen2MoeForCausalLM"],
-            "model_type": self.model_type,
-            **data,
-            "hidden_act": "silu",
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-            "intermediate_size": self.shared_size,
-            "qkv_bias": self.qkv_bias,
-            "use_sliding_window": False,
-            "eos_token_id": eos[0] if len(eos) == 1 else list(eos) or None,
-            "bos_token_id": self.bos_token_id,
-            "torch_dtype": "bfloat16",
-        }
+        from pwjax.families import write_config
+
+        return write_config(self)
 
     def to_json(self) -> dict:
         """Plain dictionary for the manifest."""
-        return {**dataclasses.asdict(self), "eos_token_ids": list(self.eos_token_ids)}
+        lists = {name: list(getattr(self, name)) for name in ("eos_token_ids", "pattern")}
+        return {**dataclasses.asdict(self), **lists, "other_kinds": [dataclasses.asdict(k) for k in self.other_kinds]}
 
     @classmethod
-    def from_json(cls, data: dict) -> "ModelConfig":
+    def from_json(cls, data: Mapping) -> "ModelConfig":
         """Inverse of :meth:`to_json`; CheckpointError where fields are missing or unknown."""
         try:
-            return cls(**{**data, "eos_token_ids": tuple(data["eos_token_ids"])})
+            lists = {name: tuple(data[name]) for name in ("eos_token_ids", "pattern") if name in data}
+            kinds = tuple(AttentionKind(**kind) for kind in data.get("other_kinds", ()))
+            return cls(**{**data, **lists, "other_kinds": kinds})
         except (TypeError, KeyError) as error:
             raise CheckpointError(f"the stored model config is not readable: {error}") from error
-
-
-_FIELDS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "head_dim": "head_dim",
-    "num_experts": "num_experts",
-    "num_experts_per_tok": "top_k",
-    "moe_intermediate_size": "expert_size",
-    "shared_expert_intermediate_size": "shared_size",
-    "norm_topk_prob": "norm_topk_prob",
-    "rms_norm_eps": "rms_eps",
-    "rope_theta": "rope_theta",
-    "max_position_embeddings": "max_positions",
-    "tie_word_embeddings": "tie_embeddings",
-}

@@ -16,7 +16,7 @@ def forward(model: Model, params: dict, table: PageTable, arena: jax.Array, toke
     arena)``. Token ids are not checked: JAX clamps what is out of range.
     """
     paged = models.Paged(arena, table.bits, table.pages, model.geometry)
-    return models.logits(params, models.forward(model.config, params, tokens, paged=paged).hidden)
+    return models.logits(model.config, params, models.forward(model.config, params, tokens, paged=paged).hidden)
 
 
 def plan(snapshot: Snapshot, target_bytes: int) -> Plan:

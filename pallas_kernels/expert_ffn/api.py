@@ -2,7 +2,7 @@
 
 import jax
 
-from pallas_kernels.expert_ffn.reference import paged_expert_ffn
+from pallas_kernels.expert_ffn.reference import ACTIVATIONS, paged_expert_ffn
 from pallas_kernels.pages import Geometry
 
 IMPLEMENTATIONS = {"xla": paged_expert_ffn}
@@ -18,15 +18,19 @@ def expert_ffn(
     pages: jax.Array,
     geometry: Geometry,
     implementation: str | None = None,
+    activation: str = "silu",
 ) -> tuple[jax.Array, jax.Array]:
     """Routed experts of one layer at any mix of bits.
 
     ``x`` float32[T, H]; ``experts_of`` int32[T, k]; ``gates`` float32[T, k]; ``valid`` bool[T] (masked tokens
     cost nothing and give 0); ``arena`` uint32[num_pages, page_words]; ``bits`` int32[E, 2];
-    ``pages`` int32[E, 2, S]. Returns ``(y float32[T, H], stats float32[T, k, 2])``, stats being the squared
-    norms of both blocks' inputs. Raises ValueError for an unknown ``implementation``.
+    ``pages`` int32[E, 2, S]; ``activation`` a name in ``ACTIVATIONS``. Returns ``(y float32[T, H], stats
+    float32[T, k, 2])``, stats being the squared norms of both blocks' inputs. Raises ValueError for an unknown
+    ``implementation`` or ``activation``.
     """
     name = implementation or "xla"
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"unknown expert_ffn implementation {name!r}; choose from {', '.join(IMPLEMENTATIONS)}")
-    return IMPLEMENTATIONS[name](x, experts_of, gates, valid, arena, bits, pages, geometry)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"unknown activation {activation!r}; choose from {', '.join(ACTIVATIONS)}")
+    return IMPLEMENTATIONS[name](x, experts_of, gates, valid, arena, bits, pages, geometry, activation)

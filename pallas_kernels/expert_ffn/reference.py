@@ -3,6 +3,8 @@
 Both forms use the same grouping and the same per-tile products, so paged at 16 bits equals dense.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -17,10 +19,14 @@ def tile_rows(choices: int, experts: int) -> int:
     return min(512, max(8, 1 << (share - 1).bit_length()))
 
 
-def _ffn(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """SwiGLU of rows ``x`` [..., m, H]; returns the output and the input of ``down``."""
+# Activations by the name that model configs give them.
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_pytorch_tanh": partial(jax.nn.gelu, approximate=True)}
+
+
+def _ffn(x: jax.Array, gate_up: jax.Array, down: jax.Array, activation: str) -> tuple[jax.Array, jax.Array]:
+    """Gated MLP of rows ``x`` [..., m, H]; returns the output and the input of ``down``."""
     gate, up = jnp.split(jnp.einsum("...mh,...fh->...mf", x, gate_up), 2, axis=-1)
-    inner = jax.nn.silu(gate) * up
+    inner = ACTIVATIONS[activation](gate) * up
     return jnp.einsum("...mf,...hf->...mh", inner, down), inner
 
 
@@ -31,16 +37,22 @@ def _gather_rows(x: jax.Array, groups: Groups, k: int) -> jax.Array:
 
 
 def dense_expert_ffn(
-    x: jax.Array, experts_of: jax.Array, gates: jax.Array, valid: jax.Array, gate_up: jax.Array, down: jax.Array
+    x: jax.Array,
+    experts_of: jax.Array,
+    gates: jax.Array,
+    valid: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    activation: str = "silu",
 ) -> jax.Array:
     """Expert feed-forward with whole weights, differentiable.
 
     ``x`` float32[T, H], ``experts_of`` int32[T, k], ``gates`` float32[T, k], ``valid`` bool[T],
-    ``gate_up`` [E, 2I, H], ``down`` [E, H, I]; returns float32[T, H].
+    ``gate_up`` [E, 2I, H], ``down`` [E, H, I], ``activation`` a name in ``ACTIVATIONS``; returns float32[T, H].
     """
     groups = group(experts_of, valid, gate_up.shape[0], tile_rows(experts_of.size, gate_up.shape[0]))
     rows = _gather_rows(x, groups, experts_of.shape[1])
-    out, _ = _ffn(rows, gate_up[groups.expert].astype(x.dtype), down[groups.expert].astype(x.dtype))
+    out, _ = _ffn(rows, gate_up[groups.expert].astype(x.dtype), down[groups.expert].astype(x.dtype), activation)
     return combine(out, groups, gates)
 
 
@@ -68,9 +80,7 @@ def _dense_block(arena: jax.Array, slots: jax.Array, geometry: Geometry, matrix:
     return _bf16_pairs(_read_rows(arena, slots[: layout.pages], layout))[:, : geometry.shape(matrix).cols]
 
 
-def _quantized_block(
-    arena: jax.Array, slots: jax.Array, bits: jax.Array, geometry: Geometry, matrix: int
-) -> jax.Array:
+def _quantized_block(arena: jax.Array, slots: jax.Array, bits: jax.Array, geometry: Geometry, matrix: int) -> jax.Array:
     """Weights of a block at any quantized width.
 
     One form for all widths, so that a program does not grow with the ladder: planes that are not resident read as
@@ -119,6 +129,7 @@ def paged_expert_ffn(
     bits: jax.Array,
     pages: jax.Array,
     geometry: Geometry,
+    activation: str = "silu",
 ) -> tuple[jax.Array, jax.Array]:
     """Expert feed-forward with weights read through one layer of the page table.
 
@@ -136,7 +147,7 @@ def paged_expert_ffn(
         def run():
             gate_up = read_block(arena, pages[expert, 0], bits[expert, 0], geometry, 0)
             down = read_block(arena, pages[expert, 1], bits[expert, 1], geometry, 1)
-            out, inner = _ffn(row, gate_up, down)
+            out, inner = _ffn(row, gate_up, down, activation)
             return out, jnp.sum(inner * inner, -1)
 
         def skip():

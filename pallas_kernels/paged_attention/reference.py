@@ -20,7 +20,8 @@ class Past(NamedTuple):
     """Committed KV of every slot.
 
     ``arena`` uint32[num_pages, page_words]; ``table`` int32[slots, L, 2, P] (K and V page ids; page 0 is null);
-    ``length`` int32[slots] tokens in pages.
+    ``length`` int32[slots] tokens in pages. Turn ``t``, the tokens ``t * page_tokens`` onwards, lies in column
+    ``t % P``: where layers have a window, a table that holds the window is a ring.
     """
 
     arena: jax.Array
@@ -65,30 +66,38 @@ def unpack_rows(words: jax.Array, heads: int, dtype) -> jax.Array:
 
 
 def paged_attention(
-    q: jax.Array, fresh_k: jax.Array, fresh_v: jax.Array, fresh_start: jax.Array, past: Past | None, layer: jax.Array
+    q: jax.Array,
+    fresh_k: jax.Array,
+    fresh_v: jax.Array,
+    fresh_start: jax.Array,
+    past: Past | None,
+    layer: jax.Array,
+    window: int | None = None,
 ) -> jax.Array:
     """Causal attention of T queries a slot over its past pages and the fresh tokens of this dispatch.
 
     ``q`` float32[B, T, heads, D], already scaled; query ``t`` sees fresh tokens ``0..fresh_start+t``.
     ``fresh_k``, ``fresh_v`` [B, F, kv_heads, D] in the cache dtype; ``past`` None means no past at all.
-    Returns float32[B, T, heads * D].
+    ``window``: a query sees that many tokens at most, itself included. Returns float32[B, T, heads * D].
     """
     if past is None and (q.shape[0] > 1 or q.shape[1] > BLOCK_QUERIES):
-        return _by_blocks(q, fresh_k, fresh_v, fresh_start)
+        return _by_blocks(q, fresh_k, fresh_v, fresh_start, window)
     batch, length, heads, dim = q.shape
     kv_heads = fresh_k.shape[2]
     q = q.reshape(batch, length, kv_heads, heads // kv_heads, dim).transpose(0, 2, 3, 1, 4)
     lead = q.shape[:-1]
     state = Softmax(jnp.zeros(q.shape, jnp.float32), jnp.full(lead, -jnp.inf), jnp.zeros(lead))
+    own = fresh_start + jnp.arange(length)  # index of each query among the fresh tokens
     if past is not None:
-        state = _absorb_past(state, q, past, layer, kv_heads, fresh_k.dtype)
-    seen = jnp.arange(fresh_k.shape[1]) <= fresh_start + jnp.arange(length)[:, None]
+        state = _absorb_past(state, q, past, layer, own, window, kv_heads, fresh_k.dtype)
+    back = own[:, None] - jnp.arange(fresh_k.shape[1])
+    seen = (back >= 0) if window is None else (back >= 0) & (back < window)
     state = _absorb(state, q, fresh_k.astype(jnp.float32), fresh_v.astype(jnp.float32), seen)
     out = state.acc / state.total[..., None]
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads * dim)
 
 
-def _by_blocks(q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array) -> jax.Array:
+def _by_blocks(q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array, window: int | None) -> jax.Array:
     """:func:`paged_attention` without a past, one sequence and one block of queries at a time.
 
     Scores then stay in cache and never take queries x keys of memory; backward recomputes them.
@@ -102,7 +111,7 @@ def _by_blocks(q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array) -> ja
         padded = jnp.pad(queries, ((0, blocks * rows - length), (0, 0), (0, 0)))
 
         def block(item):
-            return paged_attention(item[0][None], keys[None], values[None], item[1], None, jnp.int32(0))[0]
+            return paged_attention(item[0][None], keys[None], values[None], item[1], None, jnp.int32(0), window)[0]
 
         items = padded.reshape(blocks, rows, *queries.shape[1:]), start + rows * jnp.arange(blocks)
         return lax.map(jax.checkpoint(block), items).reshape(blocks * rows, -1)[:length]
@@ -110,13 +119,25 @@ def _by_blocks(q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array) -> ja
     return lax.map(sequence, (q, k, v))
 
 
-def _absorb_past(state: Softmax, q: jax.Array, past: Past, layer: jax.Array, kv_heads: int, dtype) -> Softmax:
+def _absorb_past(
+    state: Softmax,
+    q: jax.Array,
+    past: Past,
+    layer: jax.Array,
+    own: jax.Array,
+    window: int | None,
+    kv_heads: int,
+    dtype,
+) -> Softmax:
     batch, dim = q.shape[0], q.shape[-1]
     row_words = kv_heads * dim * jnp.dtype(dtype).itemsize // 4
     page_tokens = past.arena.shape[1] // row_words
     table = lax.dynamic_index_in_dim(past.table, layer, axis=1, keepdims=False)  # (slots, 2, P)
-    step = min(table.shape[-1], max(1, GROUP_TOKENS // page_tokens))
-    table = jnp.pad(table, ((0, 0), (0, 0), (0, -table.shape[-1] % step)))
+    columns = table.shape[-1]
+    step = min(columns, max(1, GROUP_TOKENS // page_tokens))
+    table = jnp.pad(table, ((0, 0), (0, 0), (0, -columns % step)))
+    turns = (past.length + page_tokens - 1) // page_tokens
+    newest = turns[:, None] - 1
 
     def tokens_of(pages):  # (slots, step) -> (slots, step * page_tokens, heads, D)
         words = past.arena[pages, : page_tokens * row_words]
@@ -124,10 +145,17 @@ def _absorb_past(state: Softmax, q: jax.Array, past: Past, layer: jax.Array, kv_
 
     def body(i, state):
         pages = lax.dynamic_slice_in_dim(table, i * step, step, axis=2)
-        position = i * step * page_tokens + jnp.arange(step * page_tokens)
-        mask = (position < past.length[:, None])[:, None, None, None, :]
-        values = jnp.where(mask[:, 0, 0, 0, :, None, None], tokens_of(pages[:, 1]), 0.0)
+        column = i * step + jnp.arange(step)
+        # The newest turn that a column can hold; a table as wide as the context never wraps.
+        turn = newest - (newest - column) % columns
+        turn = jnp.where(column < columns, turn, -1)
+        position = (turn[:, :, None] * page_tokens + jnp.arange(page_tokens)).reshape(batch, -1)
+        seen = (position >= 0) & (position < past.length[:, None])
+        values = jnp.where(seen[:, :, None, None], tokens_of(pages[:, 1]), 0.0)
+        mask = seen[:, None, None, None, :]
+        if window is not None:
+            back = (past.length[:, None] + own)[:, :, None] - position[:, None, :]
+            mask = mask & (back < window)[:, None, None]
         return _absorb(state, q, tokens_of(pages[:, 0]), values, mask)
 
-    span = step * page_tokens
-    return lax.fori_loop(0, (past.length.max() + span - 1) // span, body, state)
+    return lax.fori_loop(0, (jnp.minimum(turns.max(), columns) + step - 1) // step, body, state)

@@ -4,36 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from pwjax.config import ModelConfig
+from pwjax.shapes import param_shapes as param_shapes
 
 EXPERTS = ("layers/experts/gate_up", "layers/experts/down")
 
 # Names listed in one error before the rest is only counted.
 _MAX_NAMED = 8
-
-
-def param_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """``{"layers/attn/q/kernel": (L, out, H), ...}`` of every parameter of the model, layers stacked on axis 0."""
-    layers, hidden, vocab = config.num_layers, config.hidden_size, config.vocab_size
-    widths = {"q": config.num_heads * config.head_dim, "k": config.num_kv_heads * config.head_dim}
-    widths["v"] = widths["k"]
-    shapes: dict[str, tuple[int, ...]] = {"embed/embedding": (vocab, hidden), "norm/scale": (hidden,)}
-    if not config.tie_embeddings:
-        shapes["lm_head/kernel"] = (vocab, hidden)
-    layer: dict[str, tuple[int, ...]] = {"input_norm/scale": (hidden,), "post_norm/scale": (hidden,)}
-    layer["attn/o/kernel"] = (hidden, widths["q"])
-    for name, width in widths.items():
-        layer[f"attn/{name}/kernel"] = (width, hidden)
-        if config.qkv_bias:
-            layer[f"attn/{name}/bias"] = (width,)
-    layer["router/kernel"] = (config.num_experts, hidden)
-    if config.shared_size:
-        layer["shared/gate_up"] = (2 * config.shared_size, hidden)
-        layer["shared/down"] = (hidden, config.shared_size)
-        layer["shared/gate"] = (1, hidden)
-    layer["experts/gate_up"] = (config.num_experts, 2 * config.expert_size, hidden)
-    layer["experts/down"] = (config.num_experts, hidden, config.expert_size)
-    shapes |= {f"layers/{name}": (layers, *shape) for name, shape in layer.items()}
-    return dict(sorted(shapes.items()))
 
 
 def dense_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -82,22 +82,20 @@ class Slots(NamedTuple):
     want_top: jax.Array
 
 
-def _choose(params, hidden, slots: Slots, positions) -> tuple[jax.Array, ...]:
+def _choose(config, params, hidden, slots: Slots, positions) -> tuple[jax.Array, ...]:
     """Next token of each row of ``hidden`` float32[S, H], which takes ``positions`` int32[S] in its sequence."""
-    scores = logits(params, hidden)
+    scores = logits(config, params, hidden)
     token, logprob = sample(scores, slots.params, slots.seeds, positions)
     empty = (jnp.zeros((*token.shape, MAX_LOGPROBS), jnp.int32), jnp.zeros((*token.shape, MAX_LOGPROBS), jnp.float32))
     count = min(MAX_LOGPROBS, scores.shape[-1])
     pad = ((0, 0), (0, MAX_LOGPROBS - count))
-    top = lax.cond(
-        slots.want_top, lambda: tuple(jnp.pad(a, pad) for a in top_logprobs(scores, count)), lambda: empty
-    )
+    top = lax.cond(slots.want_top, lambda: tuple(jnp.pad(a, pad) for a in top_logprobs(scores, count)), lambda: empty)
     return token, logprob, *top
 
 
 def _rows(fresh: Fresh) -> jax.Array:
     """KV rows uint32[L * 2 * B * F, row_words] of a dispatch, K and V apart, in the order of the KV tables."""
-    rows = jnp.stack([pack_rows(fresh.k), pack_rows(fresh.v)], axis=1)
+    rows = jnp.stack([pack_rows(fresh.k[0]), pack_rows(fresh.v[0])], axis=1)
     return rows.reshape(-1, rows.shape[-1])
 
 
@@ -110,12 +108,12 @@ def prefill(shapes: StepShapes, params: Any, arena, table: PageTable, kv_table, 
     offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     positions = slots.past[:, None] + offsets
     valid = offsets < slots.limit[:, None]
-    past = Past(arena, lax.dynamic_slice_in_dim(kv_table, slot, 1), slots.past)
+    past = (Past(arena, lax.dynamic_slice_in_dim(kv_table, slot, 1), slots.past),)
     fresh = Fresh.empty(config, 1, tokens.shape[1], shapes.kv_dtype)
     paged = Paged(arena, table.bits, table.pages, shapes.geometry)
     out = apply(config, params, tokens, positions, valid, fresh, past, paged)
     last = lax.dynamic_index_in_dim(out.hidden, slots.limit[0] - 1, axis=1, keepdims=False)
-    choice = _choose(params, last, slots, slots.past + slots.limit)
+    choice = _choose(config, params, last, slots, slots.past + slots.limit)
     sampled = Sampled(*(a[None] for a in choice), live=jnp.ones((1, 1), bool))
     return sampled, _rows(out.fresh), out.stats
 
@@ -127,14 +125,14 @@ def decode(shapes: StepShapes, params: Any, arena, table: PageTable, kv_table, l
     """
     config, n = shapes.config, shapes.decode_tokens
     idle = slots.limit <= 0
-    past = Past(arena, kv_table, jnp.where(idle, 0, slots.past))
+    past = (Past(arena, kv_table, jnp.where(idle, 0, slots.past)),)
     paged = Paged(arena, table.bits, table.pages, shapes.geometry)
 
     def one(carry, j):
         token, fresh, live, stats = carry
         position = slots.past + j
         out = apply(config, params, token[:, None], position[:, None], live[:, None], fresh, past, paged)
-        choice = _choose(params, out.hidden[:, 0], slots, position + 1)
+        choice = _choose(config, params, out.hidden[:, 0], slots, position + 1)
         stopped = jnp.any(choice[0][:, None] == slots.stop_ids, axis=-1)
         carry = (choice[0], out.fresh, live & ~stopped & (j + 1 < slots.limit), jax.tree.map(jnp.add, stats, out.stats))
         return carry, Sampled(*choice, live=live)

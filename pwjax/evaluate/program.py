@@ -61,7 +61,7 @@ def token_nll(
     rows, targets = jnp.pad(rows, ((0, pad), (0, 0))), jnp.pad(targets, (0, pad))
 
     def head(part):
-        scores = logits(params, part[0])
+        scores = logits(shapes.config, params, part[0])
         wanted = jnp.take_along_axis(scores, part[1][:, None], axis=-1)[:, 0]
         return jax.nn.logsumexp(scores, axis=-1) - wanted
 

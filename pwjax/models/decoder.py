@@ -3,10 +3,12 @@
 The module only declares parameters; the mathematics is in pure functions. Its two forms are *dense* (whole expert
 weights among the parameters; trainable, the oracle) and *paged* (experts read through a page table).
 
-Shapes: B sequences (or slots), T tokens of this call, F tokens of this dispatch (``F >= T``), L layers.
+Shapes: B sequences (or slots), T tokens of this call, F tokens of this dispatch (``F >= T``), L layers, ``L_kind`` of
+them with one kind of attention.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -16,8 +18,11 @@ from jax import lax
 
 from pallas_kernels.paged_attention import Past, paged_attention
 from pwjax.config import ModelConfig
-from pwjax.models.layers import as_float, linear, rms_norm, rotate
-from pwjax.models.moe import Paged, RoutingStats, moe
+from pwjax.models.layer import decoder_layer
+from pwjax.models.layers import as_float, linear, rms_norm
+from pwjax.models.moe import Paged, RoutingStats
+from pwjax.models.scan import scan_layers
+from pwjax.shapes import attention_shapes, layer_shapes
 
 # Parts in which a head that must be converted is multiplied.
 HEAD_PARTS = 8
@@ -26,18 +31,25 @@ HEAD_PARTS = 8
 class Fresh(NamedTuple):
     """KV of the tokens of one dispatch, before they are committed to pages.
 
-    ``k``, ``v`` [L, B, F, kv_heads, D] in the cache dtype; ``filled`` int32[]: tokens already present.
+    ``k``, ``v``: one array a kind of attention, [L_kind, B, F, kv_heads, D] in the cache dtype; ``filled`` int32[]:
+    tokens already present.
     """
 
-    k: jax.Array
-    v: jax.Array
+    k: tuple[jax.Array, ...]
+    v: tuple[jax.Array, ...]
     filled: jax.Array
 
     @classmethod
     def empty(cls, config: ModelConfig, batch: int, tokens: int, dtype: Any = jnp.float32) -> "Fresh":
         """Room for ``tokens`` tokens of ``batch`` sequences."""
-        shape = (config.num_layers, batch, tokens, config.num_kv_heads, config.head_dim)
-        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.int32(0))
+
+        def rows() -> tuple[jax.Array, ...]:
+            kinds = zip(config.attention_kinds, config.kind_layers, strict=True)
+            return tuple(
+                jnp.zeros((len(layers), batch, tokens, kind.kv_heads, kind.head_dim), dtype) for kind, layers in kinds
+            )
+
+        return cls(rows(), rows(), jnp.int32(0))
 
 
 class Output(NamedTuple):
@@ -48,35 +60,26 @@ class Output(NamedTuple):
     stats: RoutingStats
 
 
-class DecoderLayer(nn.Module):
-    """Attention and MoE of one layer, scanned over layers by :class:`Decoder`."""
+class Layers(nn.Module):
+    """Declares the parameters of all layers, stacked; names and shapes as in the checkpoint, matrices ``[out, in]``."""
 
     config: ModelConfig
 
     @nn.compact
-    def __call__(self, carry, scanned, positions, valid, filled, past, paged):  # noqa: D102
-        config, (x, layer) = self.config, carry
-        fresh_k, fresh_v, bits, pages = scanned
-        batch, length, hidden = x.shape
-        params = _declare_layer(self, config, dense=paged is None)
-
-        h = rms_norm(x, params["input_norm"]["scale"], config.rms_eps)
-        q, k, v = (
-            linear(h, p["kernel"], p.get("bias")).reshape(batch, length, -1, config.head_dim)
-            for p in (params["attn"][name] for name in "qkv")
-        )
-        q = rotate(q, positions, config.rope_theta) * config.head_dim**-0.5
-        k = rotate(k, positions, config.rope_theta)
-        # Rounded to the cache dtype before attention reads them: chunk sizes then change nothing.
-        fresh_k = lax.dynamic_update_slice_in_dim(fresh_k, k.astype(fresh_k.dtype), filled, axis=1)
-        fresh_v = lax.dynamic_update_slice_in_dim(fresh_v, v.astype(fresh_v.dtype), filled, axis=1)
-        attended = paged_attention(q, fresh_k, fresh_v, filled, past, layer)
-        x = x + linear(attended, params["attn"]["o"]["kernel"])
-
-        h = rms_norm(x, params["post_norm"]["scale"], config.rms_eps).reshape(batch * length, hidden)
-        local = None if paged is None else dataclasses.replace(paged, bits=bits, pages=pages)
-        y, stats = moe(h, valid.reshape(-1), params, config, local)
-        return (x + y.reshape(x.shape), layer + 1), (fresh_k, fresh_v, stats)
+    def __call__(self, dense: bool) -> dict:
+        """The parameter tree; routed experts only where ``dense``."""
+        config = self.config
+        flat = {name: (config.num_layers, *shape) for name, shape in layer_shapes(config).items()}
+        for kind, layers in zip(config.attention_kinds, config.kind_layers, strict=True):
+            group = config.attention_group(kind)
+            flat |= {f"{group}/{name}": (len(layers), *s) for name, s in attention_shapes(config, kind).items()}
+        groups: dict[str, dict] = {}
+        for name, shape in flat.items():
+            group, _, leaf = name.partition("/")
+            groups.setdefault(group, {})[leaf] = (_initializer(name, config), shape)
+        if not dense:
+            del groups["experts"]
+        return {name: self.param(name, _group(leaves)) for name, leaves in groups.items()}
 
 
 class Decoder(nn.Module):
@@ -91,30 +94,71 @@ class Decoder(nn.Module):
         positions: jax.Array,
         valid: jax.Array,
         fresh: Fresh,
-        past: Past | None = None,
+        past: tuple[Past, ...] | None = None,
         paged: Paged | None = None,
     ) -> Output:
-        """Run ``tokens`` int32[B, T] at ``positions`` int32[B, T]; ``valid`` bool[B, T] masks padding."""
+        """Run ``tokens`` int32[B, T] at ``positions`` int32[B, T]; ``valid`` bool[B, T] masks padding.
+
+        ``past`` holds the committed KV of each kind of attention.
+        """
         config = self.config
-        normal = nn.initializers.normal(0.02)
-        table = (normal, (config.vocab_size, config.hidden_size))
-        embedding = self.param("embed", _group(embedding=table))["embedding"]
+        table = (_NORMAL, (config.vocab_size, config.hidden_size))
+        embedding = self.param("embed", _group({"embedding": table}))["embedding"]
         if not config.tie_embeddings:
-            self.param("lm_head", _group(kernel=table))
-        layers = nn.scan(
-            DecoderLayer,
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            in_axes=(0, *(nn.broadcast,) * 5),  # pyright: ignore[reportArgumentType]
-            length=config.num_layers,
-        )(config, name="layers")
-        x = as_float(jnp.asarray(embedding)[tokens])
-        bits, pages = (None, None) if paged is None else (paged.bits, paged.pages)
-        shell = None if paged is None else dataclasses.replace(paged, bits=None, pages=None)
-        carry, scanned = (x, jnp.int32(0)), (fresh.k, fresh.v, bits, pages)
-        carry, (k, v, stats) = layers(carry, scanned, positions, valid, fresh.filled, past, shell)
-        scale = self.param("norm", _group(scale=(nn.initializers.ones, (config.hidden_size,))))["scale"]
-        return Output(rms_norm(carry[0], scale, config.rms_eps), Fresh(k, v, fresh.filled + tokens.shape[1]), stats)
+            self.param("lm_head", _group({"kernel": table}))
+        layers = Layers(config, name="layers")(paged is None)
+        scale = self.param("norm", _group({"scale": (nn.initializers.ones, (config.hidden_size,))}))["scale"]
+        x = as_float(jnp.asarray(embedding)[tokens]) * config.embed_scale
+        x, fresh, stats = run_layers(config, layers, x, positions, valid, fresh, past, paged)
+        return Output(rms_norm(x, scale, config.rms_eps), fresh, stats)
+
+
+def run_layers(
+    config: ModelConfig,
+    layers: dict,
+    x: jax.Array,
+    positions: jax.Array,
+    valid: jax.Array,
+    fresh: Fresh,
+    past: tuple[Past, ...] | None,
+    paged: Paged | None,
+) -> tuple[jax.Array, Fresh, RoutingStats]:
+    """All layers on ``x`` float32[B, T, H]; see :class:`Decoder`."""
+    kinds = config.attention_kinds
+    shared = {name: tree for name, tree in layers.items() if not name.startswith("attn")}
+    attn = tuple(layers[config.attention_group(kind)] for kind in kinds)
+    find: Callable[[Any, Any], Any] = lambda stack, item: item  # noqa: E731
+    items, own_items = shared, attn
+    if len(kinds) > 1 and paged is not None:
+        # By index: a period's parameters, sliced for the scan over its runs, would be copied in every period.
+        find = lambda stack, item: jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, item, keepdims=False), stack)  # noqa: E731
+        items = jnp.arange(config.num_layers)
+        own_items = tuple(jnp.arange(len(n)) for n in config.kind_layers)
+
+    def layer(index: int, carry, item):
+        x, counts = carry
+        (at, bits, pages), (own_at, fresh_k, fresh_v) = item
+        params = {**find(shared, at), "attn": find(attn[index], own_at)}
+        local = None if paged is None else dataclasses.replace(paged, bits=bits, pages=pages)
+
+        def attend(q, k, v):
+            # Rounded to the cache dtype before attention reads them: chunk sizes then change nothing.
+            new_k = lax.dynamic_update_slice_in_dim(fresh_k, k.astype(fresh_k.dtype), fresh.filled, axis=1)
+            new_v = lax.dynamic_update_slice_in_dim(fresh_v, v.astype(fresh_v.dtype), fresh.filled, axis=1)
+            own = None if past is None else past[index]
+            attended = paged_attention(q, new_k, new_v, fresh.filled, own, counts[index], window=kinds[index].window)
+            return attended, (new_k, new_v)
+
+        out = decoder_layer(config, kinds[index], params, x, positions, valid, attend, local)
+        counts = tuple(n + (i == index) for i, n in enumerate(counts))
+        return (out.x, counts), (out.stats, out.kept)
+
+    bits, pages = (None, None) if paged is None else (paged.bits, paged.pages)
+    start = x, tuple(jnp.int32(0) for _ in kinds)
+    own = tuple(zip(own_items, fresh.k, fresh.v, strict=True))
+    (x, _), stats, kept = scan_layers(config.layer_kinds, layer, start, (items, bits, pages), own)
+    k, v = zip(*kept, strict=True)
+    return x, Fresh(k, v, fresh.filled + x.shape[1]), stats
 
 
 def apply(
@@ -124,7 +168,7 @@ def apply(
     positions: jax.Array,
     valid: jax.Array,
     fresh: Fresh,
-    past: Past | None = None,
+    past: tuple[Past, ...] | None = None,
     paged: Paged | None = None,
 ) -> Output:
     """The pure forward of training, calibration and compiled steps: :class:`Decoder` on ``params``."""
@@ -132,66 +176,53 @@ def apply(
     return Decoder(config).apply({"params": params}, *inputs)  # pyright: ignore[reportReturnType]
 
 
-def _group(**leaves):
-    """Initializer of a small dictionary of parameters: ``name=(init, shape)``."""
+_NORMAL = nn.initializers.normal(0.02)
+
+
+def _initializer(name: str, config: ModelConfig) -> Callable:
+    """How a parameter of a layer starts: scales at 1, biases at 0, what is added to the residual smaller by depth."""
+    leaf = name.split("/")[-1]
+    if leaf.endswith(("scale", "scalar")):
+        return nn.initializers.ones
+    if leaf == "bias":
+        return nn.initializers.zeros
+    narrow = leaf == "down" or name.endswith("o/kernel")
+    return nn.initializers.normal(0.02 / (2 * config.num_layers) ** 0.5) if narrow else _NORMAL
+
+
+def _group(leaves: dict) -> Callable:
+    """Initializer of a small tree of parameters: ``{"a/b": (init, shape)}``; the name "" is a bare array."""
 
     def init(key):
         keys = jax.random.split(key, len(leaves))
         items = zip(keys, leaves.items(), strict=True)
-        return {name: make(k, shape, jnp.float32) for k, (name, (make, shape)) in items}
+        made = {name: make(k, shape, jnp.float32) for k, (name, (make, shape)) in items}
+        if "" in made:
+            return made[""]
+        tree: dict = {}
+        for name, value in made.items():
+            *path, leaf = name.split("/")
+            node = tree
+            for step in path:
+                node = node.setdefault(step, {})
+            node[leaf] = value
+        return tree
 
     return init
 
 
-def _declare_layer(module: nn.Module, config: ModelConfig, dense: bool) -> dict:
-    """Parameters of one layer; names and shapes as in the checkpoint, every matrix ``[out, in]``."""
-    normal, ones, zeros = nn.initializers.normal(0.02), nn.initializers.ones, nn.initializers.zeros
-    narrow = nn.initializers.normal(0.02 / (2 * config.num_layers) ** 0.5)
-    hidden = config.hidden_size
-    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-
-    def projection(width):
-        bias = {"bias": (zeros, (width,))} if config.qkv_bias else {}
-        return _group(kernel=(normal, (width, hidden)), **bias)
-
-    def attention(key):
-        keys = jax.random.split(key, 4)
-        qkv = {n: projection(w)(k) for n, w, k in zip("qkv", (heads, kv_heads, kv_heads), keys[:3], strict=True)}
-        return {**qkv, "o": _group(kernel=(narrow, (hidden, heads)))(keys[3])}
-
-    params = {
-        "input_norm": module.param("input_norm", _group(scale=(ones, (hidden,)))),
-        "attn": module.param("attn", attention),
-        "post_norm": module.param("post_norm", _group(scale=(ones, (hidden,)))),
-        "router": module.param("router", _group(kernel=(normal, (config.num_experts, hidden)))),
-    }
-    if config.shared_size:
-        params["shared"] = module.param(
-            "shared",
-            _group(
-                gate_up=(normal, (2 * config.shared_size, hidden)),
-                down=(narrow, (hidden, config.shared_size)),
-                gate=(normal, (1, hidden)),
-            ),
-        )
-    if dense:
-        experts, size = config.num_experts, config.expert_size
-        params["experts"] = module.param(
-            "experts", _group(gate_up=(normal, (experts, 2 * size, hidden)), down=(narrow, (experts, hidden, size)))
-        )
-    return params
-
-
-def logits(params: dict, hidden: jax.Array) -> jax.Array:
+def logits(config: ModelConfig, params: dict, hidden: jax.Array) -> jax.Array:
     """Head of the model: float32[..., V] from final-norm ``hidden`` [..., H]."""
-    kernel = params["lm_head"]["kernel"] if "lm_head" in params else params["embed"]["embedding"]
+    kernel = params["embed"]["embedding"] if config.tie_embeddings else params["lm_head"]["kernel"]
     if kernel.dtype == jnp.float32:
-        return linear(hidden, kernel)
-    # In parts: a float32 copy of a large vocabulary's head would be the largest temporary of a step.
-    vocab = kernel.shape[0]
-    parts = next((n for n in range(HEAD_PARTS, 2 * HEAD_PARTS) if vocab % n == 0), 1)
-    scores = lax.map(lambda rows: linear(hidden, rows), kernel.reshape(parts, vocab // parts, -1))
-    return jnp.moveaxis(scores, 0, -2).reshape(*hidden.shape[:-1], vocab)
+        scores = linear(hidden, kernel)
+    else:
+        # In parts: a float32 copy of a large vocabulary's head would be the largest temporary of a step.
+        vocab = kernel.shape[0]
+        parts = next((n for n in range(HEAD_PARTS, 2 * HEAD_PARTS) if vocab % n == 0), 1)
+        scores = lax.map(lambda rows: linear(hidden, rows), kernel.reshape(parts, vocab // parts, -1))
+        scores = jnp.moveaxis(scores, 0, -2).reshape(*hidden.shape[:-1], vocab)
+    return scores if config.softcap is None else config.softcap * jnp.tanh(scores / config.softcap)
 
 
 def forward(
@@ -221,7 +252,7 @@ def init_params(config: ModelConfig, seed: int = 0) -> dict:
 def next_token_nll(config: ModelConfig, params: dict, tokens: jax.Array, paged: Paged | None = None):
     """Negative log-likelihood float32[B, T-1] of each next token, and the :class:`Output` of the inputs."""
     out = forward(config, params, tokens[:, :-1], paged=paged)
-    scores = jax.nn.log_softmax(logits(params, out.hidden), axis=-1)
+    scores = jax.nn.log_softmax(logits(config, params, out.hidden), axis=-1)
     return -jnp.take_along_axis(scores, tokens[:, 1:, None], axis=-1)[..., 0], out
 
 

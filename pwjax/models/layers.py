@@ -1,14 +1,16 @@
-"""Norm, rotary positions and projections shared by the model families; pure functions, float32 inside."""
+"""Norm, rotary positions, projections and attention shared by the model families; pure functions, float32 inside."""
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pwjax.config import AttentionKind, ModelConfig
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Root-mean-square norm over the last axis, times ``scale``, in float32."""
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * as_float(scale)
+# ``attend(q, k, v)``: attention of this call's queries; gives the result [B, T, heads * D] and what it kept of k, v.
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 
 
 def as_float(x: jax.Array) -> jax.Array:
@@ -22,6 +24,13 @@ def as_float(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
 
 
+def rms_norm(x: jax.Array, scale: jax.Array | None, eps: float) -> jax.Array:
+    """Root-mean-square norm over the last axis, times ``scale`` (None: 1), in float32."""
+    x = x.astype(jnp.float32)
+    x = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps)
+    return x if scale is None else x * as_float(scale)
+
+
 def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """``x @ kernel.T + bias`` of float32 ``x`` with ``kernel`` [out, in].
 
@@ -31,14 +40,51 @@ def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> ja
     return y if bias is None else y + as_float(bias)
 
 
-def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+def rotate(x: jax.Array, positions: jax.Array, theta: float, fraction: float = 1.0) -> jax.Array:
     """Rotary position embedding in the half-split form.
 
-    ``x`` float32[B, T, heads, D], ``positions`` int32[B, T].
+    ``x`` float32[B, T, heads, D], ``positions`` int32[B, T]. Of the D/2 frequencies the first ``fraction`` rotate and
+    the rest is 0; they do not depend on it, for the divisor is always D ("proportional" positions).
     """
     half = x.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    index = jnp.arange(half, dtype=jnp.float32)
+    frequency = jnp.where(index < int(fraction * x.shape[-1] // 2), theta ** (-index / half), 0.0)
     angle = positions[..., None, None].astype(jnp.float32) * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = x[..., :half], x[..., half:]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def activate(config: ModelConfig, gate: jax.Array) -> jax.Array:
+    """The model's activation."""
+    return jax.nn.silu(gate) if config.activation == "silu" else jax.nn.gelu(gate, approximate=True)
+
+
+def gated_mlp(config: ModelConfig, x: jax.Array, params: dict) -> jax.Array:
+    """A dense MLP with ``gate_up`` [2I, H] and ``down`` [H, I]."""
+    gate, up = jnp.split(linear(x, params["gate_up"]), 2, axis=-1)
+    return linear(activate(config, gate) * up, params["down"])
+
+
+def attention(
+    config: ModelConfig, kind: AttentionKind, params: dict, x: jax.Array, positions: jax.Array, attend: Attend
+) -> tuple[jax.Array, Any]:
+    """Attention of normed ``x`` float32[B, T, H]: float32[B, T, H], and what ``attend`` kept.
+
+    ``attend`` gets queries already scaled, and rotated keys and queries.
+    """
+
+    def heads(name: str) -> jax.Array:
+        y = linear(x, params[name]["kernel"], params[name].get("bias"))
+        return y.reshape(*x.shape[:-1], -1, kind.head_dim)
+
+    q, k = heads("q"), heads("k")
+    v = k if kind.k_eq_v else heads("v")
+    if config.qk_norm:
+        q, k = (rms_norm(a, params[n]["scale"], config.rms_eps) for a, n in ((q, "q_norm"), (k, "k_norm")))
+        v = rms_norm(v, None, config.rms_eps)
+    scale = kind.head_dim**-0.5 if config.query_scale is None else config.query_scale
+    q = rotate(q, positions, kind.rope_theta, kind.rope_fraction) * scale
+    k = rotate(k, positions, kind.rope_theta, kind.rope_fraction)
+    attended, kept = attend(q, k, v)
+    return linear(attended, params["o"]["kernel"]), kept

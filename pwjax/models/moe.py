@@ -1,4 +1,4 @@
-"""Router and mixture of experts: shared expert, and routed experts in dense or paged form."""
+"""Routers and routed experts, the latter in dense or paged form."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels.expert_ffn import dense_expert_ffn, expert_ffn
 from pallas_kernels.pages import Geometry
 from pwjax.config import ModelConfig
-from pwjax.models.layers import linear
+from pwjax.models.layers import as_float, linear, rms_norm
 
 
 @partial(
@@ -29,6 +29,17 @@ class Paged:
     implementation: str | None = None
 
 
+class Routing(NamedTuple):
+    """Choices of T tokens: ``gates`` float32[T, k] what outputs are multiplied by; ``experts`` int32[T, k];
+    ``weights`` float32[T, k] the router's share of each choice, without scales; ``probs`` float32[T, E].
+    """
+
+    gates: jax.Array
+    experts: jax.Array
+    weights: jax.Array
+    probs: jax.Array
+
+
 class RoutingStats(NamedTuple):
     """Sums over valid tokens, float32, a leading layer axis outside of a layer.
 
@@ -42,47 +53,69 @@ class RoutingStats(NamedTuple):
     norms: jax.Array
 
 
-def route(x: jax.Array, router: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Choose experts for ``x`` float32[T, H]: ``(gates [T, k], experts int32[T, k], probs [T, E])``."""
-    probs = jax.nn.softmax(linear(x, router), axis=-1)
-    gates, experts = jax.lax.top_k(probs, config.top_k)
-    if config.norm_topk_prob:
-        gates = gates / gates.sum(-1, keepdims=True)
-    return gates, experts, probs
-
-
-def shared_expert(x: jax.Array, params: dict) -> jax.Array:
-    """The expert that every token passes, scaled by its own sigmoid gate."""
-    gate, up = jnp.split(linear(x, params["gate_up"]), 2, axis=-1)
-    out = linear(jax.nn.silu(gate) * up, params["down"])
-    return jax.nn.sigmoid(linear(x, params["gate"])) * out
-
-
-def moe(
-    x: jax.Array, valid: jax.Array, params: dict, config: ModelConfig, paged: Paged | None
-) -> tuple[jax.Array, RoutingStats]:
-    """One MoE layer on ``x`` float32[T, H] with ``valid`` bool[T]; padding reaches neither experts nor stats.
-
-    ``params`` holds ``router``, ``shared`` and, in dense form, ``experts``; in paged form ``paged`` carries
-    this layer's ``bits`` [E, 2] and ``pages`` [E, 2, S].
+class Trace(NamedTuple):
+    """What calibration sees of one layer: ``inputs`` float32[T, H] of the experts, ``experts`` int32[T, k] and
+    ``gates`` float32[T, k] of each choice.
     """
-    gates, experts, probs = route(x, params["router"]["kernel"], config)
+
+    inputs: jax.Array
+    experts: jax.Array
+    gates: jax.Array
+
+
+def route(config: ModelConfig, params: dict, x: jax.Array) -> Routing:
+    """Softmax over all experts in float32, then the best k of ``x`` float32[T, H]; the lowest id wins ties."""
+    return _choose(config, linear(x, params["kernel"]))
+
+
+def route_scaled(config: ModelConfig, params: dict, x: jax.Array) -> Routing:
+    """Gemma 4: the router norms and scales its own input, and an expert's scale multiplies its gate."""
+    x = rms_norm(x, params["scale"], config.rms_eps) * config.hidden_size**-0.5
+    chosen = _choose(config, linear(x, params["kernel"]))
+    return chosen._replace(gates=chosen.weights * as_float(params["expert_scale"])[chosen.experts])
+
+
+def _choose(config: ModelConfig, scores: jax.Array) -> Routing:
+    probs = jax.nn.softmax(scores, axis=-1)
+    weights, experts = jax.lax.top_k(probs, config.top_k)
+    if config.norm_topk_prob:
+        weights = weights / weights.sum(-1, keepdims=True)
+    return Routing(weights, experts, weights, probs)
+
+
+def routed_experts(
+    config: ModelConfig,
+    params: dict,
+    x: jax.Array,
+    valid: jax.Array,
+    routing: Routing,
+    paged: Paged | None,
+    bump: jax.Array | None = None,
+) -> tuple[jax.Array, Trace, RoutingStats]:
+    """Weighted sum of the chosen experts of ``x`` float32[T, H]; padding reaches neither experts nor statistics.
+
+    ``params`` holds ``experts`` in dense form; in paged form ``paged`` carries this layer's ``bits`` [E, 2] and
+    ``pages`` [E, 2, S]. ``bump`` float32[T, H] is added to the result, for derivatives by it.
+    """
+    gates, experts = routing.gates, routing.experts
     if paged is None:
-        y = dense_expert_ffn(x, experts, gates, valid, params["experts"]["gate_up"], params["experts"]["down"])
+        weights = params["experts"]["gate_up"], params["experts"]["down"]
+        y = dense_expert_ffn(x, experts, gates, valid, *weights, activation=config.activation)
         norms = jnp.zeros((*experts.shape, 2), jnp.float32)
     else:
         assert paged.bits is not None and paged.pages is not None
         y, norms = expert_ffn(
-            x, experts, gates, valid, paged.arena, paged.bits, paged.pages, paged.geometry, paged.implementation
-        )
-    if "shared" in params:
-        y = y + shared_expert(x, params["shared"])
-    weight = jnp.where(valid[:, None], gates, 0.0)
+            x, experts, gates, valid, paged.arena, paged.bits, paged.pages, paged.geometry, paged.implementation,
+            activation=config.activation,
+        )  # fmt: skip
+    if bump is not None:
+        y = y + bump
+    weight = jnp.where(valid[:, None], routing.weights, 0.0)
     zeros = jnp.zeros(config.num_experts, jnp.float32)
     stats = RoutingStats(
         mass=zeros.at[experts].add(weight),
         count=zeros.at[experts].add(jnp.broadcast_to(valid[:, None].astype(jnp.float32), experts.shape)),
-        prob=jnp.where(valid[:, None], probs, 0.0).sum(0),
+        prob=jnp.where(valid[:, None], routing.probs, 0.0).sum(0),
         norms=jnp.zeros((config.num_experts, 2), jnp.float32).at[experts].add(weight[..., None] * norms),
     )
-    return y, stats
+    return y, Trace(x, experts, gates), stats

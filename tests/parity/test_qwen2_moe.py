@@ -40,7 +40,7 @@ SWITCHES = {
 
 
 def ours(config, params, tokens, lengths):
-    return np.asarray(logits(params, forward(config, params, jnp.asarray(tokens), jnp.asarray(lengths)).hidden))
+    return np.asarray(logits(config, params, forward(config, params, jnp.asarray(tokens), jnp.asarray(lengths)).hidden))
 
 
 def worst(left, right, lengths):

@@ -43,7 +43,8 @@ def dense_greedy(artifact: Artifact, prompt: tuple[int, ...], count: int, expert
     params = jax.tree.map(lambda a: np.asarray(a, np.float32), artifact.dense_params())
     params["layers"]["experts"] = expert_params
     length = len(prompt) + count
-    step = jax.jit(lambda tokens, n: models.logits(params, models.forward(artifact.config, params, tokens, n).hidden))
+    config = artifact.config
+    step = jax.jit(lambda tokens, n: models.logits(config, params, models.forward(config, params, tokens, n).hidden))
     tokens = list(prompt)
     for _ in range(count):
         padded = np.zeros((1, length), np.int32)
@@ -73,7 +74,7 @@ def test_functional_forward_equals_the_dense_form(tiny_artifact):
             engine.step()
     dense = artifact.dense_params()
     dense["layers"]["experts"] = artifact.expert_params(4)
-    whole = jax.jit(lambda p: models.logits(p, models.forward(artifact.config, p, tokens).hidden))
+    whole = jax.jit(lambda p: models.logits(artifact.config, p, models.forward(artifact.config, p, tokens).hidden))
     want = whole(dense)
     np.testing.assert_allclose(got, want, atol=2e-5)
 

@@ -421,7 +421,7 @@ def test_golden_logits(tmp_path, case):
     weights = {n.removeprefix("weights/"): v for n, v in stored.items() if n.startswith("weights/")}
     write(tmp_path, {n: v.view(ml_dtypes.bfloat16) for n, v in weights.items()})
     config, params = load_hf(tmp_path)
-    got = logits(params, forward(config, params, stored["tokens"], stored["lengths"]).hidden)
+    got = logits(config, params, forward(config, params, stored["tokens"], stored["lengths"]).hidden)
     valid = np.arange(stored["tokens"].shape[1])[None] < stored["lengths"][:, None]
     assert np.abs(stored["logits"]).max() > 1
     assert np.abs(np.asarray(got) - stored["logits"])[valid].max() < 2e-4
