@@ -101,3 +101,32 @@ def tiny_artifact(tmp_path_factory, tiny_config, tiny_params, tiny_tokenizer) ->
 
     out = tmp_path_factory.mktemp("tiny") / "tiny.pw"
     return quantize(tiny_params, tiny_config, out, tokenizer=tiny_tokenizer, lut_rows=32, page_words=64)
+
+
+@pytest.fixture(scope="session")
+def packed():
+    """How any-precision-llm stores codes uint8[N, K] of ``parent`` bits, by the description of its format.
+
+    ``qweight`` int32[parent, N, K/32] from big-endian bytes of 8 columns, dealt to the lanes of a warp: in every 1024
+    columns (fewer at the end) the bytes form four quarters; word t takes byte t of each quarter, the first one on top.
+    """
+    import numpy as np
+
+    def pack(codes: np.ndarray, parent: int) -> np.ndarray:
+        rows, cols = codes.shape
+        out = np.zeros((parent, rows, cols // 32), np.uint32)
+        for plane in range(parent):
+            for row in range(rows):
+                bits = (codes[row] >> (parent - 1 - plane)) & 1
+                bytes_ = [int("".join(map(str, bits[i : i + 8])), 2) for i in range(0, cols, 8)]
+                words = []
+                for first in range(0, len(bytes_), 128):
+                    block = bytes_[first : first + 128]
+                    lanes = len(block) // 4
+                    for t in range(lanes):
+                        a, b, c, d = (block[t + quarter * lanes] for quarter in range(4))
+                        words.append(a << 24 | b << 16 | c << 8 | d)
+                out[plane, row] = words
+        return out.view(np.int32)
+
+    return pack

@@ -68,6 +68,11 @@ class HFCheckpoint:
         if wide and self.dtype.itemsize == 2:
             self.notes.append(f"{self.path.name} holds {kinds} tensors; they are rounded to bfloat16")
 
+    @property
+    def files(self) -> list[Path]:
+        """Files that hold tensors of the model."""
+        return sorted({tensor.file for tensor in self._tensors.values()})
+
     def source(self) -> ParamSource:
         """All parameters, those of layers left on disk until one is asked for."""
         stack = lambda name, shape: LayerStack(shape, lambda index: self._layer(name, index), self.dtype)  # noqa: E731
@@ -155,7 +160,12 @@ def _read_config(path: Path) -> ModelConfig:
     """The model config of a directory, with the end tokens that its other files add."""
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint directory at {path}")
-    config = ModelConfig.from_hf(read_json(path / CONFIG))
+    return model_config(path, read_json(path / CONFIG))
+
+
+def model_config(path: Path, data: dict) -> ModelConfig:
+    """The model config that ``data`` describes, with the end tokens that the other files of ``path`` add."""
+    config = ModelConfig.from_hf(data)
     ids = dict.fromkeys((*config.eos_token_ids, *end_token_ids(path)))
     # A vocabulary can be longer than the model's: what the model cannot say ends nothing.
     return replace(config, eos_token_ids=tuple(i for i in ids if i < config.vocab_size))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from pwjax.cli.options import json_option, quiet_option
 from pwjax.errors import ArtifactError, InterruptedRun, UsageError
@@ -16,6 +17,7 @@ NO_TEXT = (
     "note: without --calibration every weight counts the same; quality at few bits is better with a text file like "
     "what the model will be used for"
 )
+INTERRUPTED = "interrupted; what is finished is kept, and the same command goes on from there"
 
 
 @click.command()
@@ -40,6 +42,8 @@ NO_TEXT = (
               help="Hugging Face config.json of the model: HF_DIR is then an Orbax directory of a training run.")
 @click.option("--tokenizer", metavar="FILE", type=click.Path(exists=True, path_type=Path),
               help="tokenizer.json, or its directory. Default: HF_DIR's.")
+@click.option("--original", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path),
+              help="HF_DIR is a pack of any-precision-llm, and this the checkpoint it was made from: gives 16 bits.")
 @json_option
 @quiet_option
 def command(
@@ -52,11 +56,14 @@ def command(
     jobs: int | None,
     config_file: Path | None,
     tokenizer: Path | None,
+    original: Path | None,
     as_json: bool,
     quiet: bool,
     **settings: Any,
 ) -> None:
     """Quantize the checkpoint HF_DIR into the directory OUT.
+
+    HF_DIR may also be a pack of any-precision-llm: its codes and tables are then kept as they are.
 
     A run that was stopped goes on at the last finished layer when the same command is given again. OUT appears when
     it is whole; until then the work is in OUT.partial.
@@ -66,7 +73,6 @@ def command(
     groups = _lut_rows(lut_rows)
 
     # JAX and the quantizer are imported after what click has checked.
-    from calib import report
     from pwjax import environment
     from pwjax.calibration import WINDOW_TOKENS, WINDOWS
     from pwjax.checkpoints.writer import refuse_taken
@@ -79,6 +85,9 @@ def command(
         if not quiet:
             click.echo(text, err=True)
 
+    progress = _Told(note, Bars(False if quiet else None))
+    if _import_pack(hf_dir, out, original, progress):
+        return _tell(out, as_json, quiet, note)
     config, params = _load(hf_dir, config_file, note)
     if tokenizer is None and (hf_dir / "tokenizer.json").exists():
         tokenizer = hf_dir
@@ -91,7 +100,6 @@ def command(
     else:
         note(NO_TEXT)
 
-    progress = _Told(note, Bars(False if quiet else None))
     try:
         quantize(
             params,
@@ -107,9 +115,39 @@ def command(
             **settings,
         )
     except KeyboardInterrupt:
-        raise InterruptedRun("interrupted; what is finished is kept, and the same command goes on from there") from None
+        raise InterruptedRun(INTERRUPTED) from None
     finally:
         progress.bars.close()
+    _tell(out, as_json, quiet, note)
+
+
+def _import_pack(path: Path, out: Path, original: Path | None, progress: "_Told") -> bool:
+    """Import ``path`` where it is a pack of any-precision-llm; False where it is not."""
+    from pwjax.checkpoints.any_precision import is_pack
+    from pwjax.importing import import_pack
+
+    context = click.get_current_context()
+    if not is_pack(path):
+        if original is not None:
+            raise UsageError(f"--original belongs to a pack of any-precision-llm, and {path} is none")
+        return False
+    fixed = [p for p in context.command.params if p.name not in ("hf_dir", "out", "original", "as_json", "quiet")]
+    given = [p.opts[0] for p in fixed if p.name and context.get_parameter_source(p.name) != ParameterSource.DEFAULT]
+    if given:
+        raise UsageError(f"{path} is a pack of any-precision-llm, whose codes are kept as they are: "
+                         f"leave out {', '.join(given)}")
+    try:
+        import_pack(path, out, original=original, progress=progress)
+    except KeyboardInterrupt:
+        raise InterruptedRun(INTERRUPTED) from None
+    finally:
+        progress.bars.close()
+    return True
+
+
+def _tell(out: Path, as_json: bool, quiet: bool, note) -> None:
+    """Say what was written, and what each width loses."""
+    from calib import report
 
     summary = summarize(out)
     if as_json:
