@@ -69,7 +69,7 @@ class Artifact:
         kind = kind or facts.get("default", kinds[0])
         if kind not in kinds:
             raise ArtifactError(f"{self.path} has no damage table {kind!r}; it has {', '.join(kinds)}")
-        tables = self._tables()
+        tables = self.calibration_tables()
         geometry, per_matrix = self.geometry, self.config.blocks // 2
         pages = [[geometry.block_pages(m, b) for b in geometry.all_bits] for m in (0, 1)]
         try:
@@ -193,7 +193,8 @@ class Artifact:
             blocks = (self.read_block(store, layer, e, matrix, bits) for e in range(self.config.num_experts))
             return np.stack([block.astype(dtype) for block in blocks])
 
-    def _tables(self) -> dict[str, np.ndarray]:
+    def calibration_tables(self) -> dict[str, np.ndarray]:
+        """Every array that calibration left, by its name in ``calibration/tables.safetensors``."""
         try:
             return load_file(self.path / manifests.TABLES)
         except (OSError, SafetensorError) as error:

@@ -23,6 +23,7 @@ COMMANDS = {
     "generate": ("pwjax.cli.generate", "Generate text under a memory budget."),
     "quantize": ("pwjax.cli.quantize", "Quantize a Hugging Face checkpoint."),
     "plan": ("pwjax.cli.plan", "Show what fits a memory budget, without loading weights."),
+    "calibrate": ("pwjax.cli.calibrate", "Check what fewer bits cost, block by block."),
     "ppl": ("pwjax.cli.ppl", "Measure perplexity on text."),
     "inspect": ("pwjax.cli.inspect", "Summarize or verify a quantized model."),
     "export": ("pwjax.cli.export", "Write a quantized model as a Hugging Face checkpoint."),

@@ -47,7 +47,7 @@ def _divergence(shapes: ScoreShapes, params, arena, table, tokens, reference) ->
     count = rows.shape[1]
     rows = jnp.pad(rows, ((0, 0), (0, -count % HEAD_TOKENS), (0, 0)))
     rows = jnp.moveaxis(rows.reshape(2, -1, HEAD_TOKENS, rows.shape[-1]), 1, 0)
-    kl = lax.map(lambda part: kl_from_logits(*logits(params, part)), rows)
+    kl = lax.map(lambda part: kl_from_logits(*logits(shapes.config, params, part)), rows)
     return kl.reshape(-1)[:count].reshape(tokens.shape), hidden
 
 

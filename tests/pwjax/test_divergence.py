@@ -25,7 +25,7 @@ def dense_kl(artifact, params, bits, windows):
         scores = np.asarray(run(tree, windows), np.float64)
         return scores - np.log(np.exp(scores).sum(-1, keepdims=True))
 
-    run = jax.jit(lambda tree, tokens: logits(tree, forward(artifact.config, tree, tokens).hidden))
+    run = jax.jit(lambda tree, tokens: logits(artifact.config, tree, forward(artifact.config, tree, tokens).hidden))
     p, q = log_probs(16), log_probs(bits)
     return (np.exp(p) * (p - q)).sum(-1).mean(-1)
 
