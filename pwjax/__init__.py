@@ -1,6 +1,6 @@
 """pwjax: Mixture-of-Experts generation whose weight precision moves with the KV cache, under one memory budget.
 
-engine     load, Engine, SamplingParams, Request, Completion, Piece, forward
+engine     load, Engine, SamplingParams, Request, Completion, Piece, forward, Resident
 precision  plan, Plan, BlockTable, get_policy
 models     ModelConfig, quantize, Artifact, load_hf, save_hf, bundled_model
 errors     PWJaxError, UsageError, BudgetError, CheckpointError, ArtifactError, PromptError
@@ -19,6 +19,7 @@ _NAMES = {
     "Completion": "pwjax.engine.sequence",
     "Piece": "pwjax.engine.sequence",
     "forward": "pwjax.functional",
+    "Resident": "pwjax.resident",
     # Precision
     "plan": "pwjax.functional",
     "Plan": "planner",

@@ -1,19 +1,59 @@
-"""The functional layer: the pure forward over a page table, and plans from a snapshot."""
+"""The functional layer for research: pure functions of arrays, for ``jax.jit``, ``grad`` and ``vmap``.
+
+::
+
+    forward                  whole sequences, no cache: logits through a page table, with gradients at any bits
+    prefill, decode          the compiled steps of the engine: read-only in the arena, fresh KV rows come back
+    commit_pages, commit_kv  the only two writers of an arena
+    plan                     bits from a snapshot of an engine
+    PageTable                which pages hold which block at which bits; a leading axis gives several plans to vmap
+    Past                     KV pages of earlier tokens, as attention reads them
+    Resident                 every page of a model on the device: page tables of any plan, no engine needed
+
+An engine's own arrays come from ``with engine.frozen() as (params, table, arena)``; its KV table is
+``engine.parts.kv.table`` and its static shapes are ``engine.model.shapes``.
+"""
+
+from typing import Protocol
 
 import jax
 
+from pallas_kernels.paged_attention import Past as Past
+from pallas_kernels.pages import Geometry
 from planner import FloorRule, Plan, demote, price, promote
 from pwjax import models
-from pwjax.engine.parts import Model, Snapshot
+from pwjax.config import ModelConfig
+from pwjax.engine.parts import Snapshot
+from pwjax.engine.steps import decode as decode
+from pwjax.engine.steps import prefill as prefill
 from pwjax.errors import UsageError
-from pwjax.memory import PageTable
+from pwjax.memory import PageTable as PageTable
+from pwjax.memory.arena import commit_kv as commit_kv
+from pwjax.memory.arena import commit_pages as commit_pages
+from pwjax.resident import Resident as Resident
 
 
-def forward(model: Model, params: dict, table: PageTable, arena: jax.Array, tokens: jax.Array) -> jax.Array:
+class StaticModel(Protocol):
+    """What :func:`forward` needs besides arrays: ``engine.model`` and ``resident.model`` are such."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's configuration."""
+        ...
+
+    @property
+    def geometry(self) -> Geometry:
+        """Page geometry of the arena."""
+        ...
+
+
+def forward(model: StaticModel, params: dict, table: PageTable, arena: jax.Array, tokens: jax.Array) -> jax.Array:
     """Logits float32[B, T, V] of whole sequences ``tokens`` int32[B, T], experts read through the page table.
 
-    Pure; ``model`` (``engine.model``) is static. For ``jax.jit``, inside ``with engine.frozen() as (params, table,
-    arena)``. Token ids are not checked: JAX clamps what is out of range.
+    Pure; ``model`` (``engine.model`` or ``resident.model``) is static. With arrays of an engine it is for use inside
+    ``with engine.frozen() as (params, table, arena)``. Gradients: by float32 ``params``, equal to those of the dense
+    form with the dequantized weights. ``jax.vmap`` over ``table`` runs several plans. Token ids are not checked: JAX
+    clamps what is out of range.
     """
     paged = models.Paged(arena, table.bits, table.pages, model.geometry)
     return models.logits(model.config, params, models.forward(model.config, params, tokens, paged=paged).hidden)

@@ -1,5 +1,7 @@
 """Public op and dispatch: ``implementation=None`` takes the best available, a named one never falls back."""
 
+from functools import partial
+
 import jax
 
 from pallas_kernels.expert_ffn.reference import ACTIVATIONS, paged_expert_ffn
@@ -25,12 +27,35 @@ def expert_ffn(
     ``x`` float32[T, H]; ``experts_of`` int32[T, k]; ``gates`` float32[T, k]; ``valid`` bool[T] (masked tokens
     cost nothing and give 0); ``arena`` uint32[num_pages, page_words]; ``bits`` int32[E, 2];
     ``pages`` int32[E, 2, S]; ``activation`` a name in ``ACTIVATIONS``. Returns ``(y float32[T, H], stats
-    float32[T, k, 2])``, stats being the squared norms of both blocks' inputs. Raises ValueError for an unknown
-    ``implementation`` or ``activation``.
+    float32[T, k, 2])``, stats being the squared norms of both blocks' inputs. Differentiable by ``x`` and ``gates``
+    (reverse mode). Raises ValueError for an unknown ``implementation`` or ``activation``.
     """
     name = implementation or "xla"
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"unknown expert_ffn implementation {name!r}; choose from {', '.join(IMPLEMENTATIONS)}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}; choose from {', '.join(ACTIVATIONS)}")
-    return IMPLEMENTATIONS[name](x, experts_of, gates, valid, arena, bits, pages, geometry, activation)
+    return _expert_ffn(geometry, name, activation, x, experts_of, gates, valid, arena, bits, pages)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _expert_ffn(geometry, name, activation, *read):
+    return IMPLEMENTATIONS[name](*read, geometry, activation)
+
+
+def _forward(geometry, name, activation, *read):
+    return _expert_ffn(geometry, name, activation, *read), read
+
+
+def _backward(geometry, name, activation, read, cotangents):
+    """Cotangents of ``x`` and ``gates``, on the XLA path whatever the forward ran on; the weights are constants.
+
+    The forward is computed again: what it would have kept is a dequantized copy of every expert in use.
+    """
+    x, experts_of, gates, *rest = read
+    _, pull = jax.vjp(lambda x, g: paged_expert_ffn(x, experts_of, g, *rest, geometry, activation), x, gates)
+    grad_x, grad_gates = pull(cotangents)
+    return grad_x, None, grad_gates, None, None, None, None
+
+
+_expert_ffn.defvjp(_forward, _backward)

@@ -87,6 +87,8 @@ def _quantized_block(arena: jax.Array, slots: jax.Array, bits: jax.Array, geomet
     zeros from the null page and are shifted out again, and the LUT is read at the place its width gives it.
     """
     shape, plane = geometry.shape(matrix), geometry.plane_layout(matrix)
+    # Under vmap both forms of a block are read and one is chosen: 16 bits must not break the other.
+    bits = jnp.minimum(bits, geometry.parent)
     shift = jnp.arange(32, dtype=jnp.uint32)
     code = jnp.zeros((shape.rows, plane.row_words, 32), jnp.uint32)
     for words in _read_rows(arena, slots[: geometry.lut_slot(matrix)].reshape(geometry.parent, -1), plane):
@@ -156,7 +158,8 @@ def paged_expert_ffn(
         return None, lax.cond(index < groups.used, run, skip)
 
     steps = jnp.arange(groups.expert.shape[0])
-    _, (out, inner_norm) = lax.scan(tile, None, (steps, groups.expert, rows))
+    # The checkpoint acts in a backward only: one tile's weights at a time are dequantized, never all of them kept.
+    _, (out, inner_norm) = lax.scan(jax.checkpoint(tile, prevent_cse=False), None, (steps, groups.expert, rows))
     inside = groups.slot < inner_norm.size
     inner_norm = jnp.where(inside, inner_norm.reshape(-1)[jnp.where(inside, groups.slot, 0)], 0.0)
     outer_norm = jnp.where(inside, jnp.sum(x * x, -1)[:, None], 0.0)

@@ -54,11 +54,19 @@ _KV_SCATTER = lax.ScatterDimensionNumbers(
 )
 
 
-def _commit_pages(arena: jax.Array, ids: jax.Array, words: jax.Array) -> jax.Array:
+def commit_pages(arena: jax.Array, ids: jax.Array, words: jax.Array) -> jax.Array:
+    """``arena`` with ``words`` uint32[C, page_words] in pages ``ids`` int32[C], which are distinct.
+
+    An id of ``num_pages`` or more is dropped. Pure; in place where the caller donates the arena.
+    """
     return arena.at[ids].set(words, mode="drop", unique_indices=True)
 
 
-def _commit_kv(arena: jax.Array, page: jax.Array, word: jax.Array, rows: jax.Array) -> jax.Array:
+def commit_kv(arena: jax.Array, page: jax.Array, word: jax.Array, rows: jax.Array) -> jax.Array:
+    """``arena`` with ``rows`` uint32[M, row_words] at ``[page[m], word[m]:]``, places distinct.
+
+    A page of ``num_pages`` or more is dropped. Pure; in place where the caller donates the arena.
+    """
     mode = lax.GatherScatterMode.FILL_OR_DROP
     return lax.scatter(arena, jnp.stack([page, word], -1), rows, _KV_SCATTER, unique_indices=True, mode=mode)
 
@@ -68,7 +76,7 @@ def compile_commit_pages(num_pages: int, page_words: int, width: int) -> jax.sta
     """Program ``(arena, ids int32[width], words uint32[width, page_words]) -> arena``, the arena donated."""
     spec = jax.ShapeDtypeStruct
     arena, words = spec((num_pages, page_words), jnp.uint32), spec((width, page_words), jnp.uint32)
-    return jax.jit(_commit_pages, donate_argnums=0).lower(arena, spec((width,), jnp.int32), words).compile()
+    return jax.jit(commit_pages, donate_argnums=0).lower(arena, spec((width,), jnp.int32), words).compile()
 
 
 @lru_cache(maxsize=128)
@@ -77,7 +85,7 @@ def compile_commit_kv(num_pages: int, page_words: int, rows: int, row_words: int
     spec = jax.ShapeDtypeStruct
     arena, index = spec((num_pages, page_words), jnp.uint32), spec((rows,), jnp.int32)
     update = spec((rows, row_words), jnp.uint32)
-    return jax.jit(_commit_kv, donate_argnums=0).lower(arena, index, index, update).compile()
+    return jax.jit(commit_kv, donate_argnums=0).lower(arena, index, index, update).compile()
 
 
 def commit_programs(
