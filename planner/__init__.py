@@ -4,6 +4,7 @@ tables      BlockTable: damage and pages of every block at every width; what cal
 residual    ResidualHeads: how much more a prompt hurts than calibration text
 damage      Prices, price: sensitivity, routing and residual joined into the damage of now
 plan        Plan, Change, PlanStatus: what comes out
+explain     find_block, explain_block: why a block has its bits
 hull, exact the two halves of the solver: steps along convex hulls, and what closes the gap to the optimum
 solve       demote, promote, fit, uniform: which blocks to move
 floors      FloorRule: how low each block may go, relaxed in stages
@@ -15,6 +16,7 @@ policy      get_policy, POLICIES: policies by name
 
 from planner.damage import Prices as Prices
 from planner.damage import price as price
+from planner.explain import find_block as find_block
 from planner.floors import FloorRule as FloorRule
 from planner.observe import Observation as Observation
 from planner.observe import Policy as Policy

@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from planner.damage import Prices
+from planner.explain import explain_block
 from planner.tables import BlockTable
 
 
@@ -112,8 +113,11 @@ class Plan:
             changes.append(Change(i, *table.locate(i), table.widths[a], table.widths[b], pages, damage))
         return changes
 
-    def explain(self, limit: int = 10) -> str:
-        """Readable text: the cause, the outcome, and the ``limit`` moves that change damage most."""
+    def explain(self, limit: int = 10, block: int | None = None) -> str:
+        """Readable text: the cause, the outcome, and the ``limit`` moves that change damage most.
+
+        With ``block``, why that block has its bits instead of the moves.
+        """
         table = self.table
         start, end = self.damage_of(self.before), self.damage
         gap = "" if self.bound is None else f"; no plan for this target is below {self.bound:.4g}"
@@ -125,6 +129,8 @@ class Plan:
             f"mean bits  {table.mean_bits(self.before):.2f} -> {table.mean_bits(self.bits):.2f}",
             "blocks     " + ", ".join(f"{c} at {b} bits" for b, c in table.histogram(self.bits).items() if c),
         ]
+        if block is not None:
+            return "\n".join([*lines, explain_block(self, block)])
         changes = sorted(self.changes(), key=lambda c: (-abs(c.damage), c.block))
         lines += [f"  {table.name(c.block)}: {_reason(c)}" for c in changes[:limit]]
         if len(changes) > limit:

@@ -20,10 +20,11 @@ PARTS = {
 
 @click.command()
 @engine_options
-@click.option("--explain", is_flag=True, help="Say how the bits to start with were chosen.")
+@click.option("--explain", is_flag=False, flag_value="", metavar="[BLOCK]",
+              help="Say how the bits were chosen; of BLOCK (a number, or layer.expert.matrix) in full.")
 @json_option
 @quiet_option
-def command(options: EngineOptions, explain: bool, as_json: bool, quiet: bool) -> None:
+def command(options: EngineOptions, explain: str | None, as_json: bool, quiet: bool) -> None:
     """Show what fits a memory budget: at which bits, with how much room for the KV cache.
 
     Takes the options of generate, which accepts every budget that is called fitting here. The exit code is 0 also
@@ -37,9 +38,20 @@ def command(options: EngineOptions, explain: bool, as_json: bool, quiet: bool) -
     report = None if quiet else told_once(lambda what: click.echo(f"compiling {what}", err=True))
     view, smallest = look(open_model(options.model), options, report)
     summary = summarize(view, smallest, options)
-    if explain:
-        summary["explain"] = view.plan.explain()
+    if explain is not None:
+        summary["explain"] = explained(view.plan, explain)
     click.echo(json.dumps(summary) if as_json else render(summary))
+
+
+def explained(plan, block: str) -> str:
+    """The plan's own words; of one ``block`` where it is not empty. UsageError where there is no such block."""
+    from planner import find_block
+    from pwjax.errors import UsageError
+
+    try:
+        return plan.explain(block=find_block(plan.table, block) if block else None)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def look(artifact, options: EngineOptions, report=None):

@@ -1,9 +1,12 @@
 """Plan: its figures, its changes and its text."""
 
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from planner import BlockTable, Plan, PlanStatus
+from planner import BlockTable, FloorRule, Plan, PlanStatus, ResidualHeads, demote, find_block, price
 
 
 @pytest.fixture
@@ -43,3 +46,33 @@ def test_explain_reads_well(table):
 
 def test_statuses_are_sentences():
     assert all(s.value[0].isupper() and s.value.endswith(".") for s in PlanStatus)
+
+
+def test_a_block_is_explained_by_everything_that_decided(make_table):
+    table = make_table(seed=1, experts=4)
+    heads = ResidualHeads(np.zeros((2, 5, 4)), np.ones((2, 5)), np.zeros((2, 5)), np.ones((2, 5)))
+    table = replace(table, heads=heads, floors=np.full(table.blocks, 3))
+    mass = np.roll(table.routing_mass, 1, axis=1)
+    prices = price(table, mass, None, np.zeros((table.blocks, 4)))
+    plan = demote(table, np.full(table.blocks, 6), 20, FloorRule().stages(table), prices=prices)
+    demoted = plan.changes()[0].block
+    text = plan.explain(block=demoted)
+    for words in (
+        f"{table.name(demoted)} (block {demoted}): {plan.bits[demoted]} bits, planned from 6",
+        "of its layer in calibration, now x", "residual  the prompts change", "calibration advises 3", "at stage 0",
+    ):
+        assert words in text
+    # The ranks of all blocks are 1 to the number of blocks that can move.
+    ranks = [re.search(r"up .* rank (\d+) of (\d+)", plan.explain(block=i)) for i in range(table.blocks)]
+    found = sorted(int(match[1]) for match in ranks if match)
+    assert found == list(range(1, len(found) + 1)) and int(ranks[demoted][2]) == len(found)
+    at_floor = int(np.flatnonzero(plan.bits == plan.floor)[0]) if (plan.bits == plan.floor).any() else None
+    assert at_floor is None or "no move: it is at its floor" in plan.explain(block=at_floor)
+
+
+def test_blocks_have_two_names(make_table):
+    table = make_table(layers=2, experts=3)
+    assert find_block(table, "1.2.down") == find_block(table, "11") == 11
+    for text in ("12", "-1", "2.0.down", "0.3.down", "0.0.up", "0.0", "x", "0.0.down.1"):
+        with pytest.raises(ValueError, match="there is no block"):
+            find_block(table, text)

@@ -87,6 +87,8 @@ def test_text(capsys, tiny_artifact):
     code, out, _ = run(capsys, *arguments, "--explain")
     assert code == 0 and "arena: expert weights" in out and "fits; the smallest budget" in out
     assert "The plan meets its target." in out
+    code, out, _ = run(capsys, *arguments, "--explain", "0.1.down")
+    assert code == 0 and "layer 0 expert 1 down (block 3): 16 bits" in out and "no move: it is at its best" in out
     code, out, _ = run(capsys, *arguments, "--memory-budget", "1KiB")
     assert code == 0 and "does not fit; the smallest budget that works is " in out
 
@@ -96,6 +98,7 @@ def test_bad_values(capsys, tiny_artifact, tmp_path):
         (["--model", tiny_artifact, "--bits", 7], 2, "this model has no 7 bits; choose from 2, 3"),
         (["--model", tiny_artifact, "--context", 129], 2, "from 2 to the model's 128 tokens"),
         (["--model", tiny_artifact, "--policy", "magic"], 2, "unknown policy 'magic'"),
+        (["--model", tiny_artifact, "--batch", 2, "--quiet", "--explain", "16"], 2, "there is no block '16'"),
         (["--model", tmp_path / "no.pw"], 1, "no.pw"),
     ]:
         got, out, err = run(capsys, *argv)
