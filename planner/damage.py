@@ -13,6 +13,9 @@ import numpy as np
 
 from planner.tables import BlockTable, shares
 
+# Tokens that calibration's routing counts for against the running one.
+PSEUDO_TOKENS = 1024.0
+
 
 @dataclass(frozen=True, eq=False)
 class Prices:
@@ -32,7 +35,7 @@ def price(
     routing_tokens: float | None = None,
     residual: np.ndarray | None = None,
     *,
-    pseudo_tokens: float = 0.0,
+    pseudo_tokens: float = PSEUDO_TOKENS,
     strength: float = 1.0,
     sensitivity: bool = True,
 ) -> Prices:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from planner.damage import Prices, price
+from planner.damage import PSEUDO_TOKENS, Prices, price
 from planner.floors import FloorRule
 from planner.observe import Observation, Trigger, leaving
 from planner.plan import Plan
@@ -35,7 +35,7 @@ class DefaultPolicy:
     residence: int = 16
     ceiling: float = 0.02
     token_ceiling: float = 0.0005
-    pseudo_tokens: float = 1024.0
+    pseudo_tokens: float = PSEUDO_TOKENS
     strength: float = 1.0
     sensitivity: bool = True
     routing: bool = True

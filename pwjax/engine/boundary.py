@@ -22,16 +22,14 @@ import numpy as np
 
 from planner import Observation, Plan
 from pwjax.engine.parts import Parts, Snapshot
+from pwjax.engine.routing import RoutingRecord
 from pwjax.engine.scheduler import Scheduler
 from pwjax.errors import PWJaxError
 from pwjax.memory import BoundaryReport
-from pwjax.models import RoutingStats
 
 PHASES = ("stats", "pressure", "plan", "stage", "commit", "retire")
 # Boundaries over which the growth of running sequences counts as pressure: demotions must land before KV runs out.
 LOOKAHEAD_BOUNDARIES = 8
-# Weight of the newest dispatch in the running routing mass.
-MASS_DECAY = 0.05
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ Callback = Callable[[Boundary], None]
 
 
 class Boundaries:
-    """Runs boundaries for an engine and keeps what outlives one: index, routing mass, lowest bits, last failure.
+    """Runs boundaries for an engine and keeps what outlives one: index, routing, lowest bits, last failure.
 
     ``frozen``: no policy plans; precision then changes only by :meth:`request`.
     """
@@ -65,7 +63,7 @@ class Boundaries:
         self.index = 0
         self.frozen = not parts.moves
         self.callbacks: list[Callback] = []
-        self.routing_mass = np.array(parts.table.routing_mass, np.float64)
+        self.routing = RoutingRecord(parts.table)
         self.lowest_bits = parts.table.mean_bits(parts.start_bits)
         self.last_failure: str | None = None
         # Whether all that the pager has left are moves that wait for free pages.
@@ -75,7 +73,7 @@ class Boundaries:
         """One boundary: let the policy plan (where ``planning`` and not frozen), and the pager commit."""
         pager = self.parts.pager
         self.index += 1
-        told = self._tell(Boundary(self.index, "stats", self.routing_mass))
+        told = self._tell(Boundary(self.index, "stats", self.routing.shares))
         planning = planning and not self.frozen
         if planning and self.scheduler.blocked_pages:
             pager.cancel_promotions()
@@ -148,25 +146,25 @@ class Boundaries:
     def observe(self) -> Snapshot:
         """The state that plans are made from; pages count weights and KV alike."""
         parts = self.parts
+        request_mass, residual = self.routing.prompts(self.scheduler.running, parts.kv)
         observation = Observation(
             bits=parts.pager.committed,
             moving=self.pending(),
             free_pages=parts.allocator.free_pages,
             growth_pages=self.scheduler.growth_pages(LOOKAHEAD_BOUNDARIES * parts.shapes.decode_tokens),
             boundary=self.index,
-            routing_mass=self.routing_mass.copy(),
+            routing_mass=self.routing.mass,
+            routing_tokens=self.routing.tokens,
+            request_mass=request_mass,
+            residual=residual,
+            given_up=parts.pager.given_up,
+            tokens=parts.meter.prefill.tokens + parts.meter.decode.tokens,
+            turn_pages=parts.kv.pages_for(1),
             blocked_pages=self.scheduler.blocked_pages,
             releasing_pages=parts.pager.releasing_pages,
             reserving_pages=parts.pager.reserving_pages,
         )
         return Snapshot(parts.table, observation, parts.memory.page_bytes)
-
-    def observe_routing(self, stats: RoutingStats) -> None:
-        """Take the routing of one dispatch into the running mass."""
-        mass = np.asarray(stats.mass, np.float64)
-        total = mass.sum(-1, keepdims=True)
-        if np.all(total > 0):
-            self.routing_mass = self.routing_mass + MASS_DECAY * (mass / total - self.routing_mass)
 
     def log(self, kind: str, **fields) -> None:
         """Write a record of this boundary to the epoch log."""

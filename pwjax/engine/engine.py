@@ -163,7 +163,7 @@ class Engine:
 
     def _prefill(self, sequence: Sequence) -> list[Piece | Completion]:
         sampled, stats = self._dispatcher.prefill(sequence)
-        self.boundaries.observe_routing(stats)
+        self.boundaries.routing.add(stats, sequence)
         # The token after a prompt that had to be computed again is there already.
         if sequence.kv_tokens < sequence.prefill_target or sequence.generated:
             return []
@@ -172,7 +172,7 @@ class Engine:
     def _decode(self, limits: list[int]) -> list[Piece | Completion]:
         running = [s if limit else None for s, limit in zip(self.scheduler.slots, limits, strict=True)]
         sampled, stats = self._dispatcher.decode(running, limits)
-        self.boundaries.observe_routing(stats)
+        self.boundaries.routing.add(stats)
         events = []
         for slot, sequence in enumerate(running):
             if sequence:

@@ -134,7 +134,7 @@ def decode(shapes: StepShapes, params: Any, arena, table: PageTable, kv_table, l
         out = apply(config, params, token[:, None], position[:, None], live[:, None], fresh, past, paged)
         choice = _choose(config, params, out.hidden[:, 0], slots, position + 1)
         stopped = jnp.any(choice[0][:, None] == slots.stop_ids, axis=-1)
-        carry = (choice[0], out.fresh, live & ~stopped & (j + 1 < slots.limit), jax.tree.map(jnp.add, stats, out.stats))
+        carry = (choice[0], out.fresh, live & ~stopped & (j + 1 < slots.limit), stats.plus(out.stats))
         return carry, Sampled(*choice, live=live)
 
     start = (last, Fresh.empty(config, shapes.slots, n, shapes.kv_dtype), ~idle, _no_stats(config))
@@ -144,7 +144,7 @@ def decode(shapes: StepShapes, params: Any, arena, table: PageTable, kv_table, l
 
 def _no_stats(config: ModelConfig) -> RoutingStats:
     zeros = jnp.zeros((config.num_layers, config.num_experts), jnp.float32)
-    return RoutingStats(zeros, zeros, zeros, jnp.zeros((*zeros.shape, 2), jnp.float32))
+    return RoutingStats(zeros, zeros, zeros, jnp.zeros((*zeros.shape, 2, 3), jnp.float32))
 
 
 def compile_step(shapes: StepShapes, key: tuple[str, int], num_pages: int, params: Any) -> jax.stages.Compiled:

@@ -44,13 +44,19 @@ class RoutingStats(NamedTuple):
     """Sums over valid tokens, float32, a leading layer axis outside of a layer.
 
     ``mass`` [E] router weight given to an expert; ``count`` [E] choices; ``prob`` [E] router probability;
-    ``norms`` [E, 2] gate-weighted squared norms of the inputs of ``gate_up`` and ``down`` (0 in dense form).
+    ``norms`` [E, 2, 3] of the inputs of ``gate_up`` and ``down``: sums of the gate-weighted norms and squared norms,
+    and the largest norm (0 in dense form).
     """
 
     mass: jax.Array
     count: jax.Array
     prob: jax.Array
     norms: jax.Array
+
+    def plus(self, other: "RoutingStats") -> "RoutingStats":
+        """The statistics of both, of other tokens through the same layers."""
+        both = jax.tree.map(jnp.add, self, other)
+        return both._replace(norms=both.norms.at[..., 2].set(jnp.maximum(self.norms[..., 2], other.norms[..., 2])))
 
 
 class Trace(NamedTuple):
@@ -116,6 +122,17 @@ def routed_experts(
         mass=zeros.at[experts].add(weight),
         count=zeros.at[experts].add(jnp.broadcast_to(valid[:, None].astype(jnp.float32), experts.shape)),
         prob=jnp.where(valid[:, None], routing.probs, 0.0).sum(0),
-        norms=jnp.zeros((config.num_experts, 2), jnp.float32).at[experts].add(weight[..., None] * norms),
+        norms=_norm_sums(weight, experts, norms, config.num_experts),
     )
     return y, Trace(x, experts, gates), stats
+
+
+def _norm_sums(weight: jax.Array, experts: jax.Array, squares: jax.Array, num_experts: int) -> jax.Array:
+    """``RoutingStats.norms`` of ``weight`` float32[T, k] and squared norms float32[T, k, 2], 0 where masked."""
+    # The root has no derivative at 0, which masked choices have.
+    weight, squares = jax.lax.stop_gradient((weight, squares))
+    norm = jnp.sqrt(squares)
+    sums = jnp.stack([weight[..., None] * norm, weight[..., None] * squares], axis=-1)
+    zeros = jnp.zeros((num_experts, 2), jnp.float32)
+    largest = zeros.at[experts].max(norm)
+    return jnp.concatenate([jnp.stack([zeros, zeros], -1).at[experts].add(sums), largest[..., None]], axis=-1)
