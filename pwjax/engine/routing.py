@@ -33,7 +33,7 @@ class RoutingRecord:
         """Take one dispatch; ``sequence``: whose prefill it was."""
         mass = np.asarray(stats.mass, np.float64)
         # All layers see the same tokens, and a token's choices are counted in each.
-        tokens = float(np.asarray(stats.count[0]).sum()) / max(self._choices, 1)
+        tokens = float(np.asarray(stats.count)[0].sum()) / max(self._choices, 1)
         if tokens and np.all(mass.sum(axis=1) > 0):
             kept = 0.5 ** (tokens / HALF_LIFE_TOKENS)
             self.mass, self.tokens = kept * self.mass + mass, kept * self.tokens + tokens
