@@ -58,7 +58,8 @@ def check_truth(
         raise ArtifactError(f"{artifact.path} has no tokenizer.json, so text cannot be scored")
     config = artifact.config
     tokenizer = Tokenizer.load(artifact.tokenizer_path, config.bos_token_id)
-    window = min(window, config.max_positions)
+    # Shorter windows rather than a text left out.
+    window = min(window, config.max_positions, max(heldout_tokens // len(documents), 64))
     windows, owners = spread_windows(documents, tokenizer, config.vocab_size, heldout_tokens, window)
     table = next(iter(tables.values()))
     others = table.widths[-1]
@@ -81,7 +82,7 @@ def check_truth(
         "reference_bits": others,
     }
     header["model"].pop("calibration/tables.safetensors", None)
-    with Divergence(artifact, windows, lambda d, n: progress("loading layers", d, n)) as divergence:
+    with Divergence(artifact, windows) as divergence:
         kl = Measurements(divergence.measure, header, measurements)
         try:
             for done, bits in enumerate(everything):

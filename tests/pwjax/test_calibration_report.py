@@ -19,7 +19,7 @@ def measured(monkeypatch, tiny_artifact):
     asked = []
 
     class Loss:
-        def __init__(self, artifact, windows, progress):
+        def __init__(self, artifact, windows):
             self.table, self.scale = artifact.table(), 3 * np.linspace(0.9, 1.1, len(windows))
 
         def measure(self, bits):
