@@ -2,8 +2,10 @@
 
 import hashlib
 import os
+import time
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
@@ -16,15 +18,18 @@ from planner.solve import uniform
 from pwjax import environment
 from pwjax.checkpoints.artifact import Artifact
 from pwjax.engine.budget import MemoryPlan, plan_memory, remembered_sizes, shrink_to_fit, step_memory
+from pwjax.engine.decisions import Decisions, Live
 from pwjax.engine.engine import Engine
-from pwjax.engine.log import EpochLog
+from pwjax.engine.log import EpochLog, LogSink
 from pwjax.engine.meter import Meter
 from pwjax.engine.parts import Parts
 from pwjax.engine.steps import StepShapes, compile_step
 from pwjax.engine.text import Tokenizer
 from pwjax.engine.weights import load_weights, params_spec
 from pwjax.errors import UsageError
-from pwjax.memory import KVPages
+from pwjax.memory import KVPages, ThreadTransfer
+from pwjax.memory.host_store import HostStore
+from pwjax.memory.transfer import Transfer
 
 CHUNKS = (32, 128)
 DECODE_TOKENS = 4
@@ -43,6 +48,20 @@ class Outlook(NamedTuple):
     plan: Plan
     policy: Policy
     moves: bool
+
+
+@dataclass(frozen=True)
+class Injected:
+    """What replays, benchmarks and tests put in the place of the real thing.
+
+    ``transfer`` makes the copies of a page store; ``log`` takes the header and gives what records go to, in place of
+    a file; ``decisions`` None is the policy; ``clock`` seconds that only grow.
+    """
+
+    transfer: Callable[[HostStore], Transfer] = ThreadTransfer
+    log: Callable[[dict], LogSink] | None = None
+    decisions: Decisions | None = None
+    clock: Callable[[], float] = time.perf_counter
 
 
 def bundled_model() -> Path:
@@ -134,63 +153,92 @@ def load(
     log: str | os.PathLike | None = None,
     report: Report | None = None,
     progress: Callable[[int, int], None] | None = None,
+    injected: Injected | None = None,
 ) -> Engine:
     """An engine for the model at ``model`` (None: the bundled one) under ``memory_budget``.
 
     ``memory_budget`` is bytes or a size such as ``"10GiB"`` (None: enough for full precision and full context);
     ``batch`` slots; ``context`` tokens a sequence, prompt and new ones; ``bits`` fixes the precision, one width or an
     int[n] a block; ``seed`` for requests that bring none; ``log`` a path for the epoch log; ``report`` is told what
-    is being compiled; ``progress(blocks, all blocks)`` while weights load. BudgetError, ArtifactError, UsageError.
+    is being compiled; ``progress(blocks, all blocks)`` while weights load; ``injected`` is for replays and tests.
+    BudgetError, ArtifactError, UsageError.
     """
     from pwjax.units import parse_bytes
 
-    meter = Meter()
+    meter, injected = Meter(), injected or Injected()
     artifact = open_model(model)
     budget = None if memory_budget is None else parse_bytes(memory_budget)
     view = outlook(
         artifact, memory_budget_bytes=budget, batch=batch, context=context, kv_dtype=kv_dtype, policy=policy, bits=bits,
         report=report,
     )  # fmt: skip
+    settings = {
+        "memory_budget": budget, "batch": batch, "context": context, "kv_dtype": kv_dtype, "policy": policy,
+        "bits": None if bits is None else np.asarray(bits).tolist(), "seed": seed,
+    }  # fmt: skip
+    header = log_header(model, artifact, settings, view)
     shapes, memory, table = view.shapes, view.memory, view.plan.table
     config, geometry = shapes.config, shapes.geometry
     tokenizer = Tokenizer.load(artifact.tokenizer_path, config.bos_token_id) if artifact.tokenizer_path else None
-    programs = {}
-    for key in shapes.keys:
-        if report:
-            report(f"{key[0]} {key[1]}")
-        programs[key] = compile_step(shapes, key, memory.num_pages, params_spec(config))
-    kv_shapes = sorted({(shapes.kv_rows(*key), shapes.row_words) for key in shapes.keys})
-    weights = load_weights(
-        artifact, view.plan.bits, memory.num_pages, memory.staging_pages, kv_shapes=kv_shapes, meter=meter,
-        progress=progress,
-    )  # fmt: skip
-    kv = KVPages(
-        weights.allocator, slots=shapes.slots, layers=config.num_layers, max_tokens=shapes.context,
-        page_words=geometry.page_words, row_words=shapes.row_words,
-    )  # fmt: skip
-    header = {
+    with ExitStack() as undo:  # whatever fails below leaves no thread, file or device memory behind
+        sink = EpochLog(log, header) if injected.log is None else injected.log(header)
+        undo.callback(sink.close)
+        programs = {}
+        for key in shapes.keys:
+            if report:
+                report(f"{key[0]} {key[1]}")
+            programs[key] = compile_step(shapes, key, memory.num_pages, params_spec(config))
+        kv_shapes = sorted({(shapes.kv_rows(*key), shapes.row_words) for key in shapes.keys})
+        weights = load_weights(
+            artifact, view.plan.bits, memory.num_pages, memory.staging_pages, kv_shapes=kv_shapes, meter=meter,
+            progress=progress, make_transfer=injected.transfer, clock=injected.clock,
+        )  # fmt: skip
+        undo.callback(weights.close)
+        kv = KVPages(
+            weights.allocator, slots=shapes.slots, layers=config.num_layers, max_tokens=shapes.context,
+            page_words=geometry.page_words, row_words=shapes.row_words,
+        )  # fmt: skip
+        parts = Parts(
+            shapes=shapes, memory=memory, table=table, programs=programs, kv=kv, policy=view.policy,
+            tokenizer=tokenizer, decisions=injected.decisions or Live(view.policy), meter=meter, log=sink,
+            start_bits=view.plan.bits, moves=view.moves, seed=seed, **weights._asdict(),
+        )  # fmt: skip
+        engine = Engine(parts)
+        meter.warm()
+        undo.pop_all()
+    return engine
+
+
+def log_header(model: str | os.PathLike | None, artifact: Artifact, settings: dict, view: Outlook) -> dict:
+    """Header of an epoch log: everything beside the records that a run depends on. ``docs/log.md`` lists it.
+
+    ``settings`` are the arguments of :func:`load`; ``model_path`` is a hint where to find the model again, and the
+    only part that may differ between a run and its replay.
+    """
+    shapes = view.shapes
+    return {
         "versions": environment.versions(),
         "device": jax.devices()[0].device_kind,
         "backend": jax.default_backend(),
+        "cpu": environment.cpu_info(),
         "threads": os.cpu_count(),
-        "geometry": geometry.to_json(),
+        "model_path": None if model is None else os.fspath(model),
         "model": model_identity(artifact),
-        "seed": seed,
-        "policy": policy if view.moves or bits is None else "fixed",
-        "memory": memory.to_json(),
+        "geometry": shapes.geometry.to_json(),
+        "settings": settings,
+        "seed": settings["seed"],
+        "policy": settings["policy"] if view.moves or settings["bits"] is None else "fixed",
+        "memory": view.memory.to_json(),
+        "num_pages": view.memory.num_pages,
+        "layers": shapes.config.num_layers,
+        "experts": shapes.config.num_experts,
         "slots": shapes.slots,
+        "context": shapes.context,
         "chunks": list(shapes.chunks),
         "decode_tokens": shapes.decode_tokens,
-        "kv_dtype": kv_dtype,
+        "kv_dtype": shapes.kv_dtype,
         "bits": view.plan.bits.tolist(),
     }
-    parts = Parts(
-        shapes=shapes, memory=memory, table=table, programs=programs, kv=kv, policy=view.policy, tokenizer=tokenizer,
-        meter=meter, log=EpochLog(log, header), start_bits=view.plan.bits, moves=view.moves, seed=seed,
-        **weights._asdict(),
-    )  # fmt: skip
-    meter.warm()
-    return Engine(parts)
 
 
 def checked_bits(bits: int | np.ndarray | None, table: BlockTable) -> np.ndarray | None:

@@ -26,6 +26,7 @@ COMMANDS = {
     "calibrate": ("pwjax.cli.calibrate", "Check what fewer bits cost, block by block."),
     "ppl": ("pwjax.cli.ppl", "Measure perplexity on text."),
     "inspect": ("pwjax.cli.inspect", "Summarize or verify a quantized model."),
+    "replay": ("pwjax.cli.replay", "Repeat a logged run and compare every token."),
     "export": ("pwjax.cli.export", "Write a quantized model as a Hugging Face checkpoint."),
     "doctor": ("pwjax.cli.doctor", "Show versions, devices and what works on this machine."),
     "version": ("pwjax.cli.version", "Print the version."),

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from planner import Observation, Plan
+from pwjax.engine.decisions import Asked
 from pwjax.engine.parts import Parts, Snapshot
 from pwjax.engine.routing import RoutingRecord
 from pwjax.engine.scheduler import Scheduler
@@ -66,42 +67,63 @@ class Boundaries:
         self.routing = RoutingRecord(parts.table)
         self.lowest_bits = parts.table.mean_bits(parts.start_bits)
         self.last_failure: str | None = None
+        # Boundary of the plan that each block last moved for, and what the last records of the log said.
+        self._planned_at = np.zeros(parts.table.blocks, np.int64)
+        self._logged_blocked_pages = 0
+        self._logged_turn: tuple = ()
+        self._committed = False
         # Whether all that the pager has left are moves that wait for free pages.
         self.starved = False
 
     def run(self, planning: bool = True) -> None:
         """One boundary: let the policy plan (where ``planning`` and not frozen), and the pager commit."""
-        pager = self.parts.pager
+        pager, decisions = self.parts.pager, self.parts.decisions
         self.index += 1
+        self._committed = False
         told = self._tell(Boundary(self.index, "stats", self.routing.shares))
         planning = planning and not self.frozen
         if planning and self.scheduler.blocked_pages:
             pager.cancel_promotions()
         snapshot = self.observe() if told or planning else None
         told = told and self._tell(replace(told, phase="pressure", snapshot=snapshot))
-        plan = self.parts.policy.step(snapshot.observation) if planning and snapshot else None
+        plan = decisions.plan(snapshot.observation) if planning and snapshot else None
         if plan is not None and plan.moves:
             self.request(plan)
+        for asked in decisions.asked(self.index, late=False):
+            self.ask("plan", asked)
         told = told and self._tell(replace(told, phase="plan", plan=plan))
         report = BoundaryReport(self.index, self.parts.page_table.epoch)
         if not pager.idle or not self.frozen:
             report = self.commit()
+        self._committed = True
+        for asked in decisions.asked(self.index, late=True):
+            self.ask("plan", asked)
         for phase in PHASES[3:]:
             told = told and self._tell(replace(told, phase=phase, report=report))
 
     def commit(self) -> BoundaryReport:
         """Let the pager collect, commit and start copies; keep count and log."""
-        report = self.parts.pager.boundary(self.index)
+        report = self.parts.pager.boundary(self.index, self.parts.decisions.outcome(self.index))
         self.starved = bool(report.blocked_pages) and not self.parts.pager.moving.any()
         self.parts.meter.observe()
         bits = self.parts.table.mean_bits(self.parts.pager.committed)
         self.lowest_bits = min(self.lowest_bits, bits)
         if report.failed:
             self.last_failure = report.failed[-1][1]
-        if report.committed or report.failed:
-            changes = [[c.block, c.from_bits, c.to_bits, c.written_pages, c.freed_pages] for c in report.committed]
+        if report.landed or report.failed or report.started or report.blocked_pages != self._logged_blocked_pages:
+            self._logged_blocked_pages = report.blocked_pages
             self.log(
-                "commit", epoch=report.epoch, changes=changes, failed=report.failed, given_up=report.given_up,
+                "transfers", landed=report.landed, failed=report.failed, given_up=report.given_up,
+                started=report.started, blocked_pages=report.blocked_pages, queued=report.queued,
+            )  # fmt: skip
+        if report.committed:
+            changes = [
+                [c.block, c.from_bits, c.to_bits, c.written_pages, c.freed_pages, int(self._planned_at[c.block])]
+                for c in report.committed
+            ]
+            pages = sum(c.written_pages for c in report.committed)
+            self.log(
+                "commit", epoch=report.epoch, changes=changes, bytes=pages * self.parts.memory.page_bytes,
                 mean_bits=round(bits, 4),
             )  # fmt: skip
         return report
@@ -115,7 +137,7 @@ class Boundaries:
                 raise PWJaxError(f"precision moves did not finish within {timeout_s:g} seconds")
             time.sleep(0.0005)
 
-    def request(self, plan: Plan) -> None:
+    def request(self, plan: Plan, kind: str = "plan") -> None:
         """Make the plan's own changes the desired bits, and log them.
 
         A plan that moves nothing by itself (a static one) asks for all of its bits. Left alone are blocks that it
@@ -127,16 +149,26 @@ class Boundaries:
         own = plan.before != plan.bits if plan.moves else committed != plan.bits
         stale = own & (plan.before != committed) if plan.moves else np.zeros_like(own)
         own &= ~(self.pending() | stale)
-        wanted = np.where(own, plan.bits, pager.desired)
         asked = Plan(table, committed, np.where(own, plan.bits, committed))
-        changes = asked.changes()
         # In the plan's own order of blocks; the pager puts demotions first.
-        pager.request(wanted, [c.block for c in changes])
-        self.log(
-            "plan", cause=plan.cause, status=plan.status.name, stage=plan.stage,
-            released_pages=asked.released_pages, blocks=len(changes), stale=int(stale.sum()), damage=asked.damage,
-            mean_bits=round(table.mean_bits(asked.bits), 4),
-        )  # fmt: skip
+        changes = tuple((c.block, c.from_bits, c.to_bits) for c in asked.changes())
+        record = {
+            "cause": plan.cause, "status": plan.status.name, "stage": plan.stage,
+            "released_pages": asked.released_pages, "stale": int(stale.sum()), "damage": asked.damage,
+            "mean_bits": round(table.mean_bits(asked.bits), 4),
+        }  # fmt: skip
+        if self._committed and kind == "plan":
+            record["late"] = True  # by a callback after the pager had its turn
+        self.ask(kind, Asked(changes, record))
+
+    def ask(self, kind: str, asked: Asked) -> None:
+        """Make ``asked`` the desired bits of its blocks, and log it."""
+        pager = self.parts.pager
+        wanted, blocks = pager.desired.copy(), [block for block, _, _ in asked.changes]
+        wanted[blocks] = [to for _, _, to in asked.changes]
+        pager.request(wanted, blocks)
+        self._planned_at[blocks] = self.index
+        self.log(kind, **asked.record, changes=asked.changes)
 
     def pending(self) -> np.ndarray:
         """bool[n]: blocks with a move queued or in flight, and those given up: a plan leaves them alone."""
@@ -170,6 +202,21 @@ class Boundaries:
         """Write a record of this boundary to the epoch log."""
         state = {"boundary": self.index, "free_pages": self.parts.allocator.free_pages}
         self.parts.log.write({"kind": kind, **state, "kv_pages": self.parts.kv.used_pages, **fields})
+
+    def log_turn(self, prefill: list[int] | None, limits: list[int]) -> None:
+        """A ``boundary`` record where a turn differs from the last one logged: dispatches, bits, 1 % of the pages."""
+        parts = self.parts
+        kv_step = max(1, parts.memory.num_pages // 100)
+        bits = parts.pager.committed
+        mean_bits = round(parts.table.mean_bits(bits), 4)
+        turn = (prefill, limits, mean_bits, parts.kv.used_pages // kv_step)
+        if turn == self._logged_turn:
+            return
+        self._logged_turn = turn
+        self.log(
+            "boundary", mean_bits=mean_bits, weights_pages=int(parts.table.total_pages(bits)), prefill=prefill,
+            decode=limits,
+        )  # fmt: skip
 
     def _tell(self, boundary: Boundary) -> Boundary | None:
         """Call the callbacks; None where there are none, so that nothing is computed for nobody."""

@@ -60,8 +60,11 @@ class Engine:
             request = self._checked(request)
         except PWJaxError as error:
             self._refused.append(refused(request, str(error)))
+            self.boundaries.log("refuse", id=request.id, error=str(error))
             return
-        self.scheduler.waiting.append(self._sequence(request))
+        sequence = self._sequence(request)
+        self.scheduler.waiting.append(sequence)
+        self.boundaries.log("submit", **self._described(sequence))
 
     def generate(
         self,
@@ -96,17 +99,25 @@ class Engine:
         finally:
             self.cancel()
 
-    def cancel(self) -> list[Completion]:
-        """Stop everything that runs or waits; returns what the running ones had, with reason ``length``."""
-        running = self.scheduler.running
-        for sequence in running:
-            self.scheduler.release(sequence)
-        self.scheduler.waiting.clear()
-        self.scheduler.blocked_pages = 0
-        self._refused.clear()
-        for sequence in running:
+    def cancel(self, ids: Iterable[str | int] | None = None) -> list[Completion]:
+        """Stop the requests of ``ids`` (None: all); returns what those that had begun had, with reason ``length``."""
+        wanted = None if ids is None else {str(name) for name in ids}
+        scheduler = self.scheduler
+        stopped = [s for s in (*scheduler.running, *scheduler.waiting) if wanted is None or s.request.key in wanted]
+        if stopped:
+            self.boundaries.log("cancel", ids=[s.request.id for s in stopped])
+        begun = [s for s in stopped if s.slot >= 0 or s.generated]
+        for sequence in stopped:
+            if sequence.slot >= 0:
+                scheduler.release(sequence)
+            else:
+                scheduler.waiting.remove(sequence)
+        scheduler.blocked_pages = 0
+        self._refused = [c for c in self._refused if wanted is not None and str(c.id) not in wanted]
+        for sequence in begun:
             sequence.stream.finish()
-        return [sequence.completion() for sequence in running]
+            self._log_finish(sequence, "cancelled")
+        return [sequence.completion() for sequence in begun]
 
     @property
     def idle(self) -> bool:
@@ -124,15 +135,19 @@ class Engine:
             self.boundaries.run()
         admitted = self.scheduler.admit()
         if admitted:
-            self.boundaries.log("admit", requests=[self._described(s) for s in admitted])
-        sequence = self.scheduler.next_prefill()
+            requests = [{"id": s.request.id, "order": s.order, "slot": s.slot} for s in admitted]
+            self.boundaries.log("admit", requests=requests)
+        sequence, chunk = self.scheduler.next_prefill(), None
         if sequence:
+            chunk = [sequence.slot, sequence.kv_tokens]
             events += self._prefill(sequence)
+            chunk.append(sequence.kv_tokens - chunk[1])
         limits = self.scheduler.reserve_decode()
         if any(limits):
             events += self._decode(limits)
         elif sequence is None and not self.scheduler.idle:
             self._relieve()
+        self.boundaries.log_turn(chunk, limits)
         return events
 
     def _relieve(self) -> None:
@@ -149,7 +164,9 @@ class Engine:
             return
         sequence = scheduler.preempt_newest()
         if sequence is not None:
-            self.boundaries.log("preempt", id=sequence.request.id, generated=len(sequence.generated))
+            self.boundaries.log(
+                "preempt", id=sequence.request.id, order=sequence.order, generated=len(sequence.generated)
+            )
             return
         alone = next(iter(scheduler.running), None) or scheduler.waiting[0]
         if alone.slot < 0:
@@ -158,6 +175,7 @@ class Engine:
         else:
             scheduler.release(alone)
         reason = "its KV cache does not fit beside the weights, and no precision is left to give up"
+        self._log_finish(alone, "refused")
         # What was streamed of it stays: its pieces are out already.
         self._refused.append(replace(alone.completion(), finish_reason="refused", error=reason))
 
@@ -196,11 +214,8 @@ class Engine:
         events: list[Piece | Completion] = [Piece(sequence.request.id, text)] if text else []
         if sequence.finish_reason:
             self.scheduler.release(sequence)
-            completion = sequence.completion()
-            events.append(completion)
-            self.boundaries.log(
-                "finish", id=completion.id, reason=completion.finish_reason, tokens=completion.generated_tokens
-            )
+            events.append(sequence.completion())
+            self._log_finish(sequence, sequence.finish_reason)
         return events
 
     # Precision
@@ -217,7 +232,7 @@ class Engine:
         bits by now than those the plan was made from, are left alone; the log counts them as ``stale``.
         """
         self._unlocked()
-        self.boundaries.request(plan)
+        self.boundaries.request(plan, "plan" if self._stepping else "apply")
 
     def on_boundary(self, callback: Callback) -> Callable[[], None]:
         """Call ``callback(boundary)`` in every phase of every boundary from now on; returns what ends that.
@@ -231,11 +246,13 @@ class Engine:
     def settle(self, timeout_s: float = 60.0) -> None:
         """Run boundaries without the policy until no move is left; PWJaxError after ``timeout_s`` seconds."""
         self._unlocked(boundary=True)
+        self.boundaries.log("settle")
         with self._between_dispatches():
             self.boundaries.settle(timeout_s)
 
     def freeze(self) -> np.ndarray:
         """Keep the committed bits from now on, queued moves dropped; returns them, int32[n]."""
+        self.boundaries.log("freeze")
         self.parts.pager.close()
         self.boundaries.frozen = True
         self.scheduler.reserve_all = True
@@ -265,6 +282,7 @@ class Engine:
     def close(self) -> None:
         """Stop the transfers and free the device memory; harmless when done twice."""
         self.cancel()
+        self.boundaries.log("end")
         self.parts.pager.close()
         self.parts.transfer.close()
         self.parts.store.close()
@@ -316,8 +334,17 @@ class Engine:
         return Sequence.start(request, self._order, self.parts.shapes.context, self.tokenizer, seed)
 
     def _described(self, sequence: Sequence) -> dict:
+        """What a replay needs to submit it again; the seed is the one in force, also where the request named none."""
         fields = {name: getattr(sequence.request.sampling, name) for name in SamplingParams.field_names()}
-        return {"id": sequence.request.id, "slot": sequence.slot, "prompt_token_ids": list(sequence.prompt), **fields}
+        fields["seed"] = sequence.seed
+        start = {"id": sequence.request.id, "order": sequence.order, "prompt_token_ids": list(sequence.prompt)}
+        return {**start, "sampling": fields}
+
+    def _log_finish(self, sequence: Sequence, reason: str | None) -> None:
+        self.boundaries.log(
+            "finish", id=sequence.request.id, order=sequence.order, reason=reason, prompt_tokens=len(sequence.prompt),
+            token_ids=list(sequence.generated),
+        )  # fmt: skip
 
     @contextmanager
     def _between_dispatches(self) -> Iterator[None]:

@@ -8,7 +8,8 @@ import numpy as np
 
 from planner import BlockTable, Observation, Policy
 from pwjax.engine.budget import MemoryPlan
-from pwjax.engine.log import EpochLog
+from pwjax.engine.decisions import Decisions
+from pwjax.engine.log import LogSink
 from pwjax.engine.meter import Meter
 from pwjax.engine.steps import StepShapes
 from pwjax.engine.text import Tokenizer
@@ -58,9 +59,10 @@ class Parts(NamedTuple):
     transfer: Transfer
     store: HostStore
     policy: Policy
+    decisions: Decisions
     tokenizer: Tokenizer | None
     meter: Meter
-    log: EpochLog
+    log: LogSink
     start_bits: np.ndarray
     moves: bool
     seed: int

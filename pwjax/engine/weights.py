@@ -1,5 +1,6 @@
 """A model from disk to the device: dense parameters, and every block in the pages of a new arena."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -26,6 +27,15 @@ class Weights(NamedTuple):
     transfer: Transfer
     store: HostStore
 
+    def close(self) -> None:
+        """End the threads, close the files and free the device memory; harmless when done twice."""
+        self.pager.close()
+        self.transfer.close()
+        self.store.close()
+        for array in jax.tree.leaves((self.params, self.arena.array, self.page_table.table)):
+            if not array.is_deleted():
+                array.delete()
+
 
 def load_weights(
     artifact: Artifact,
@@ -36,6 +46,8 @@ def load_weights(
     kv_shapes: Sequence[tuple[int, int]] = (),
     meter: Meter | None = None,
     progress: Callable[[int, int], None] | None = None,
+    make_transfer: Callable[[HostStore], Transfer] = ThreadTransfer,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Weights:
     """Put the parameters and all blocks at ``bits`` int[n] on the device, in a new arena of ``num_pages``.
 
@@ -49,8 +61,8 @@ def load_weights(
     allocator = PageAllocator(num_pages)
     page_table = PageTableState(config.num_layers, config.num_experts, geometry)
     store = artifact.host_store()
-    transfer = ThreadTransfer(store)
-    pager = Pager(arena, allocator, page_table, geometry, transfer, staging_pages=staging_pages)
+    transfer = make_transfer(store)
+    pager = Pager(arena, allocator, page_table, geometry, transfer, staging_pages=staging_pages, clock=clock)
 
     def loaded(done: int, total: int) -> None:
         if meter:

@@ -177,6 +177,8 @@ class Pager:
         # The budget counts staged words once: these references must go before the next copies start.
         landed.clear()
         started, blocked_pages = self._fill(deque(self._queue(index) if outcome is None else outcome.started))
+        if outcome is not None:
+            blocked_pages = outcome.blocked_pages  # moves that the log passed over are not in its ``started``
         return BoundaryReport(
             boundary=index,
             epoch=self.table.epoch,
@@ -239,11 +241,12 @@ class Pager:
         return landed, failed
 
     def _replayed(self, outcome: Outcome) -> tuple[list[tuple[Move, StagedPages]], list[tuple[Move, str]]]:
-        strange = [b for b in outcome.landed + outcome.failed if b not in self._moves or not self._moves[b].handle]
+        named = [*outcome.landed, *(block for block, _ in outcome.failed)]
+        strange = [b for b in named if b not in self._moves or not self._moves[b].handle]
         if strange:
             raise PageError(f"the log names copies that are not in flight: blocks {strange}")
         landed = [(self._moves[block], self._staged(self._moves[block])) for block in outcome.landed]
-        failed = [(self._moves[block], "failed in the log") for block in outcome.failed]
+        failed = [(self._moves[block], reason) for block, reason in outcome.failed]
         # Copies nobody wants may have ended earlier in the logged run: their staging must be free here too.
         unwanted = [move.handle for move, _ in failed] + [handle for handle, _ in self._draining]
         for handle in unwanted:

@@ -16,11 +16,15 @@ class Commit:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a replay needs of a boundary: blocks whose copy landed, whose copy failed, whose move started, in order."""
+    """What a replay needs of a boundary: blocks whose copy landed, failed (and why), whose move started, in order.
+
+    ``blocked_pages``: what the first move that found too few free pages lacked.
+    """
 
     landed: tuple[int, ...] = ()
-    failed: tuple[int, ...] = ()
+    failed: tuple[tuple[int, str], ...] = ()
     started: tuple[int, ...] = ()
+    blocked_pages: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class BoundaryReport:
     @property
     def outcome(self) -> Outcome:
         """The part that a replay needs."""
-        return Outcome(self.landed, tuple(block for block, _ in self.failed), self.started)
+        return Outcome(self.landed, self.failed, self.started, self.blocked_pages)
 
 
 @dataclass

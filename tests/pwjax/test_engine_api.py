@@ -78,8 +78,8 @@ def test_an_old_plan_changes_only_its_own_blocks(tiny_artifact, tmp_path):
         engine.apply(uniform(engine.parts.table, 3))
         engine.settle()
         assert set(engine.parts.pager.committed) == {3}
-    plans = [r for r in map(json.loads, log.read_text().splitlines()) if r["kind"] == "plan"]
-    assert [p["blocks"] for p in plans] == [len(newer.changes()), 0, engine.parts.table.blocks]
+    plans = [r for r in map(json.loads, log.read_text().splitlines()) if r["kind"] == "apply"]
+    assert [len(p["changes"]) for p in plans] == [len(newer.changes()), 0, engine.parts.table.blocks]
     assert [p["stale"] for p in plans] == [0, len(old.changes()), 0]
 
 

@@ -1,0 +1,184 @@
+"""A logged run is repeated record by record; what differs, or comes from elsewhere, is named."""
+
+import gc
+import itertools
+import json
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+import pwjax
+from pwjax.checkpoints.artifact import Artifact
+from pwjax.cli import main
+from pwjax.engine.log import read_log
+from pwjax.engine.replay import HeaderMismatch, LogCheck, ReplayDifference, replay
+from pwjax.errors import PWJaxError, UsageError
+from pwjax.loading import Injected, load, outlook
+from pwjax.memory.faults import Fate, FaultyTransfer
+
+SHAPES = {"batch": 4, "context": 128}
+LONG = pwjax.SamplingParams(max_tokens=127, ignore_eos=True)
+PROMPTS = ["The quick brown", "def f(x):", "12 + 30", "lazy dog. The quick brown fox jumps over", "na", "x + 1\n"]
+
+
+def open_engine(path, pages, log, **options):
+    memory = outlook(Artifact.open(path), **SHAPES).memory
+    return load(path, memory.total_bytes - memory.arena_bytes + pages * memory.page_bytes, **SHAPES, log=log, **options)
+
+
+@pytest.fixture(scope="module")
+def logged(tiny_artifact, tmp_path_factory):
+    """A run with demotions, promotions, a cancellation, a plan by hand, failed and reordered copies."""
+    log = tmp_path_factory.mktemp("replay") / "log.jsonl"
+    rng, loaded, count = np.random.default_rng(1), [], itertools.count()
+
+    def fate(job):
+        if not loaded:
+            return Fate()
+        return Fate("fail" if next(count) % 4 == 0 else "ok", int(rng.integers(4)))
+
+    injected = Injected(transfer=lambda store: FaultyTransfer(store, fate))
+    with open_engine(tiny_artifact, 290, log, injected=injected) as engine:
+        loaded.append(True)
+        for i in range(5):
+            sampling = LONG.with_fields(temperature=0.8) if i % 2 else LONG
+            engine.submit(pwjax.Request(i, None, tuple(range(1 + i, 91 + i)), sampling))
+        engine.submit(pwjax.Request("refused", None, (1,) * 300, LONG))
+        for _ in range(2):
+            engine.step()
+        engine.cancel([1])
+        engine.submit(pwjax.Request("late", PROMPTS[5], None, LONG.with_fields(stop=("q",), logprobs=1)))
+        while not engine.idle:
+            engine.step()
+        engine.apply(pwjax.plan(engine.observe(), target_bytes=5 * 256))
+        engine.settle()
+        engine.freeze()
+        engine.generate(PROMPTS[:2], LONG.with_fields(max_tokens=8))
+        assert engine.stats()["transfers"]["failed"] > 0
+    return log
+
+
+def records_of(log):
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def test_a_run_is_repeated_token_by_token(logged, capsys):
+    kinds = {r["kind"] for r in records_of(logged)}
+    assert kinds == {
+        "header", "submit", "refuse", "admit", "plan", "transfers", "commit", "boundary", "cancel", "apply", "settle",
+        "freeze", "finish", "end",
+    }  # fmt: skip
+    assert main(["replay", str(logged), "--json", "--quiet"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    finished = [r for r in records_of(logged) if r["kind"] == "finish"]
+    assert result["equal"] and result["complete"] and result["requests"] == len(finished) == 8
+    assert result["tokens"] == sum(len(r["token_ids"]) for r in finished) > 200
+
+
+@pytest.mark.slow
+def test_preemptions_are_repeated(tiny_artifact, tmp_path):
+    # Room for the lowest weights and one and a half sequences: four slots must take turns.
+    with open_engine(tiny_artifact, 1 + 48 + 100, tmp_path / "log") as engine:
+        engine.generate(PROMPTS[:5], LONG.with_fields(max_tokens=100, temperature=0.8))
+        assert engine.stats()["scheduler"]["preemptions"] > 0
+    result = replay(tmp_path / "log")
+    assert result.complete and (result.requests, result.tokens) == (5, 500)
+
+
+def test_the_log_says_what_it_moved_and_why(logged):
+    records = records_of(logged)
+    header, plans = records[0], {r["boundary"] for r in records if r["kind"] in ("plan", "apply")}
+    commits = [r for r in records if r["kind"] == "commit"]
+    bits = np.array(header["bits"])
+    for commit in commits:
+        for block, was, to, written, _, planned in commit["changes"]:
+            assert bits[block] == was and written > 0 and planned in plans
+            bits[block] = to
+        assert commit["bytes"] == sum(c[3] for c in commit["changes"]) * header["memory"]["page_bytes"]
+    turns = [r for r in records if r["kind"] == "boundary"]
+    assert all(r["weights_pages"] + r["kv_pages"] + r["free_pages"] <= header["num_pages"] - 1 for r in turns)
+    assert len(json.dumps(turns)) < 250 * len(turns)
+
+
+@pytest.mark.parametrize("change", ["tokens", "limits"])
+def test_the_first_difference_is_named(logged, change):
+    records = records_of(logged)[1:]
+    if change == "tokens":
+        changed = next(r for r in records if r["kind"] == "finish" and len(r["token_ids"]) > 5)
+        changed["token_ids"][5] += 1
+        words = r"finish\) is not repeated: token_ids \[5\]"
+    else:
+        changed = next(r for r in records if r["kind"] == "boundary" and sum(r["decode"]) > 4)
+        changed["decode"][0] += 1
+        words = r"boundary\) is not repeated: decode \[0\]"
+    check = LogCheck({}, records)
+    with pytest.raises(ReplayDifference, match=f"boundary {changed['boundary']}, {words}"):
+        for record in records_of(logged)[1:]:
+            check.write(record)
+    check.write({"kind": "anything"})  # the engine can close
+
+
+@pytest.mark.slow
+def test_a_killed_run_is_repeated_as_far_as_its_log_goes(logged, tmp_path):
+    text = logged.read_text()
+    cut = tmp_path / "cut.jsonl"
+    cut.write_text(text[: len(text) // 2])
+    result = replay(cut)
+    assert not result.complete and 0 < result.boundaries
+
+
+def test_another_header_is_refused_with_all_that_differs(logged, tmp_path, tiny_artifact):
+    records = records_of(logged)
+    records[0]["versions"]["numpy"] = "0.1"
+    records[0]["device"] = "abacus"
+    records[0]["model_path"] = "gone"
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps(r) + "\n" for r in records))
+    with pytest.raises(HeaderMismatch) as caught:
+        replay(other, tiny_artifact)
+    assert "versions: numpy" in str(caught.value) and '"abacus" ->' in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize("text", ["", "no json\n", "[1]\n", '{"kind": "plan"}\n', '{"kind": "header", "schema": 1}\n'])
+def test_what_is_no_log_is_refused(tmp_path, text):
+    path = tmp_path / "x"
+    path.write_text(text)
+    with pytest.raises(UsageError):
+        read_log(path)
+    with pytest.raises(UsageError, match="cannot read"):
+        read_log(tmp_path / "missing")
+
+
+def test_a_damaged_line_is_named_and_a_cut_one_ends_the_log(tmp_path):
+    path = tmp_path / "x"
+    head = '{"kind": "header", "schema": 2}\n'
+    path.write_text(head + '{"kind": "freeze"}\n{"kind": "fin')
+    assert [r["kind"] for r in read_log(path)[1]] == ["freeze"]
+    path.write_text(head + "damaged\n" + '{"kind": "freeze"}\n')
+    with pytest.raises(PWJaxError, match="line 2"):
+        list(read_log(path)[1])
+
+
+def test_a_replay_that_goes_on_past_the_end_differs():
+    check = LogCheck({}, [{"kind": "freeze", "boundary": 1}, {"kind": "end", "boundary": 1}])
+    check.write({"kind": "freeze", "boundary": 1})
+    check.write({"kind": "end", "boundary": 1})
+    with pytest.raises(ReplayDifference, match="goes on"):
+        check.write({"kind": "plan", "boundary": 2})
+
+
+def test_a_load_that_fails_late_leaves_nothing_behind(tiny_artifact, tmp_path, monkeypatch):
+    def broken(*_args, **_kwargs):
+        raise RuntimeError("late")
+
+    gc.collect()
+    before = {id(a) for a in jax.live_arrays()}
+    threads = threading.active_count()
+    monkeypatch.setattr("pwjax.loading.KVPages", broken)
+    with pytest.raises(RuntimeError, match="late"):
+        open_engine(tiny_artifact, 290, tmp_path / "log")
+    assert threading.active_count() == threads
+    assert not [a.shape for a in jax.live_arrays() if id(a) not in before and not a.is_deleted()]
