@@ -4,9 +4,10 @@ Two counts of the experts stand side by side. *Plain* is any-precision as publis
 nothing rounded. *Paged* is what the engine allocates: LUTs shared by groups of rows, row scales, whole pages.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -63,7 +64,7 @@ def dense_bytes(config: ModelConfig) -> dict[str, int]:
     parts: dict[str, int] = {}
     for name, shape in dense_shapes(config).items():
         key = name.removeprefix("layers/").split("/")[0]
-        part = "attention" if key.startswith("attn") and "_norm" not in key else _PARTS.get(key, "norms")
+        part = "attention" if key.startswith("attn") and "_norm" not in key else _PARTS.get(key, "norms and scales")
         parts[part] = parts.get(part, 0) + 2 * prod(shape)
     return parts
 
@@ -123,3 +124,24 @@ class Unquantized:
             params=np.tile(params.astype(np.int64), each),
             routing_mass=np.full((config.num_layers, config.num_experts), 1 / config.num_experts),
         )
+
+
+def describe(config: ModelConfig, geometry: Geometry, tokens: int, kv_dtype: str = "bfloat16") -> dict[str, Any]:
+    """JSON-ready table of all bytes; KV also for one sequence of ``tokens`` tokens."""
+    kinds = kv_kinds(config, kv_dtype)
+    return {
+        "layers": config.num_layers,
+        "experts": config.num_experts,
+        "expert_weights": config.expert_params,
+        "dense_bytes": dense_bytes(config),
+        "expert_bytes": {
+            str(bits): {"plain": plain_bytes(config, bits), "paged": paged_bytes(config, geometry, bits)}
+            for bits in geometry.all_bits
+        },
+        "page_bytes": geometry.page_bytes,
+        "lut_rows": {"gate_up": geometry.gate_up.lut_rows, "down": geometry.down.lut_rows},
+        "kv_dtype": kv_dtype,
+        "kv": [asdict(kind) for kind in kinds],
+        "sequence_tokens": tokens,
+        "sequence_bytes": sum(kind.sequence_bytes(tokens) for kind in kinds),
+    }

@@ -5,7 +5,9 @@ from typing import Any
 
 import click
 
+from pwjax.cli import plan_table
 from pwjax.cli.options import EngineOptions, engine_options, json_option, quiet_option, told_once
+from pwjax.presets import PRESETS
 from pwjax.units import format_bytes
 
 PARTS = {
@@ -19,28 +21,42 @@ PARTS = {
 
 
 @click.command()
+@click.option("--preset", type=click.Choice(PRESETS), help="Plan for a published model, from its sizes alone.")
 @engine_options
 @click.option("--explain", is_flag=False, flag_value="", metavar="[BLOCK]",
               help="Say how the bits were chosen; of BLOCK (a number, or layer.expert.matrix) in full.")
 @json_option
 @quiet_option
-def command(options: EngineOptions, explain: str | None, as_json: bool, quiet: bool) -> None:
+def command(
+    preset: str | None, options: EngineOptions, explain: str | None, as_json: bool, quiet: bool
+) -> None:
     """Show what fits a memory budget: at which bits, with how much room for the KV cache.
 
     Takes the options of generate, which accepts every budget that is called fitting here. The exit code is 0 also
     where the budget is too small; see "fits" in the JSON. Programs are compiled once to measure them.
+
+    With --preset, or a Hugging Face config.json (or its directory) as --model, the table of bytes at every width comes
+    first, and the budget is divided only where one is given.
     """
+    config = plan_table.config_of(options, preset)
+    model, found = (None, None) if config is None else plan_table.table(config, options, preset)
+    if found is not None and options.memory_budget_bytes is None:
+        click.echo(json.dumps(found) if as_json else plan_table.render(found))
+        return
     # Imported late: a typing error should not cost the seconds that JAX takes.
     from pwjax import environment
     from pwjax.loading import open_model
 
     environment.enable_compile_cache()
     report = None if quiet else told_once(lambda what: click.echo(f"compiling {what}", err=True))
-    view, smallest = look(open_model(options.model), options, report)
+    view, smallest = look(open_model(options.model) if model is None else model, options, report)
     summary = summarize(view, smallest, options)
     if explain is not None:
         summary["explain"] = explained(view.plan, explain)
-    click.echo(json.dumps(summary) if as_json else render(summary))
+    if found is not None:
+        summary["bytes"] = found
+    text = render(summary) if found is None else f"{plan_table.render(found)}\n\n{render(summary)}"
+    click.echo(json.dumps(summary) if as_json else text)
 
 
 def explained(plan, block: str) -> str:

@@ -103,3 +103,57 @@ def test_bad_values(capsys, tiny_artifact, tmp_path):
     ]:
         got, out, err = run(capsys, *argv)
         assert got == code and out == "" and words in err and err.count("\n") == 1
+
+
+def test_a_preset_is_planned_from_its_sizes(capsys):
+    code, out, err = run(capsys, "--preset", "gemma-4-26b-a4b", "--json")
+    found = json.loads(out)
+    assert code == 0 and err == "" and found["layers"] == 30 and found["experts"] == 128
+    four = found["expert_bytes"]["4"]
+    assert four["plain"]["planes"] == 11_418_992_640 and sum(four["paged"].values()) % found["page_bytes"] == 0
+    assert [(kind["window"], kind["token_bytes"]) for kind in found["kv"]] == [(1024, 204_800), (None, 20_480)]
+    assert found["sequence_tokens"] == 262_144
+    assert found["sequence_bytes"] == 1024 * 204_800 + 262_144 * 20_480
+    assert any("normally distributed weights" in note for note in found["notes"])
+    assert any("not included: temporaries" in note for note in found["notes"])
+    code, out, _ = run(capsys, "--preset", "gemma-4-26b-a4b", "--context", 1000, "--kv-dtype", "float32")
+    assert code == 0 and "never paged, bfloat16" in out and "at 1,000 tokens" in out and "400.00 KiB  a token" in out
+
+
+def test_a_config_is_planned_as_its_preset(capsys, tmp_path):
+    from importlib import resources
+
+    text = (resources.files("pwjax") / "data" / "presets" / "qwen1.5-moe-a2.7b.json").read_text()
+    (tmp_path / "config.json").write_text(text)
+    wanted = json.loads(run(capsys, "--preset", "qwen1.5-moe-a2.7b", "--json")[1])
+    for model in (tmp_path, tmp_path / "config.json"):
+        found = json.loads(run(capsys, "--model", model, "--json")[1])
+        assert {k: v for k, v in found.items() if k != "notes"} == {k: v for k, v in wanted.items() if k != "notes"}
+    (tmp_path / "config.json").write_text(text.replace("silu", "relu"))
+    for argv, code, words in [
+        (["--model", tmp_path], 1, "hidden_act = 'relu' is not supported"),
+        (["--model", tmp_path, "--preset", "qwen1.5-moe-a2.7b"], 2, "not both"),
+        (["--preset", "gpt"], 2, "gemma-4-26b-a4b"),
+    ]:
+        got, out, err = run(capsys, *argv)
+        assert got == code and out == "" and words in err and err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_budget_is_divided_as_for_the_quantized_model(capsys, tmp_path, tiny_config, tiny_params):
+    from pwjax.byte_table import expected_geometry
+    from pwjax.quantization import quantize
+
+    geometry = expected_geometry(tiny_config)
+    groups = (geometry.gate_up.lut_rows, geometry.down.lut_rows)
+    made = quantize(tiny_params, tiny_config, tmp_path / "m.pw", lut_rows=groups, page_words=geometry.page_words)
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config.to_hf()))
+    common = ("--batch", 2, "--context", 64, "--quiet", "--json", "--memory-budget")
+    smallest = json.loads(run(capsys, "--model", made, *common, 1)[1])["smallest_budget_bytes"]
+    for budget in (smallest - 1, smallest, smallest + (100 << 10)):
+        real = json.loads(run(capsys, "--model", made, *common, budget)[1])
+        planned = json.loads(run(capsys, "--model", tmp_path / "config.json", *common, budget)[1])
+        # Which blocks get more bits depends on their damage, which only the real model knows.
+        same = {"fits", "rows", "smallest_budget_bytes", "pages_total", "pages_weights_min", "kv_pages_max", "slots"}
+        assert {key: planned[key] for key in same} == {key: real[key] for key in same}
+        assert planned["bytes"]["page_bytes"] == real["page_bytes"]
