@@ -4,7 +4,7 @@ Error is smallest where every cluster carries the same share of the cube root of
 1951), so quantiles of such a measure are where borders are sought. Then
 
 1. up to 8 clusters: dynamic programming over ``BINS`` candidates for every border, evenly spread over value and over
-   the measure; twice the clusters start from the borders found before, each cluster halved by the measure;
+   the measure; twice the clusters start from the borders found so far, each cluster halved by the measure;
 2. a few times, or until nothing moves: dynamic programming in which every border may move to where its neighbours are
    or between them (a cluster can vanish at one end and appear at the other), then Lloyd steps.
 
@@ -20,10 +20,11 @@ LLOYD_STEPS = 6
 GLOBAL_BITS = 3
 ROUNDS_AFTER_GLOBAL = 1
 ROUNDS = 12
+ROUNDS_BETWEEN = 2
 
 # How far borders look in one round: in eighths of their neighbours' clusters, and in single values.
-REACH_AFTER_GLOBAL = np.arange(-16, 17, 2) / 8
-REACH = np.arange(-24, 25) / 8
+REACH = np.arange(-16, 17) / 8
+REACH_AFTER_GLOBAL = REACH[::2]
 STEPS = np.array([-2, -1, 1, 2])
 
 
@@ -40,19 +41,30 @@ def seed_borders(x: np.ndarray, w: np.ndarray, bits: int) -> np.ndarray:
         every = np.minimum(np.arange(1, clusters)[:, None] + np.arange(spare + 1), cols)
         return _best_path(sums, np.broadcast_to(every, (rows, *every.shape)))
     measure = _measure(x, w)
-    if bits <= GLOBAL_BITS:
-        reach, rounds = REACH_AFTER_GLOBAL, ROUNDS_AFTER_GLOBAL
-        places = _candidates(x, measure)
-        borders = _best_path(sums, np.broadcast_to(places[:, None], (rows, clusters - 1, places.shape[1])))
-    else:
-        reach, rounds = REACH, ROUNDS
-        borders = _halved(seed_borders(x, w, bits - 1), measure)
+    start = min(bits, GLOBAL_BITS)
+    places = _candidates(x, measure)[:, None]
+    borders = _best_path(sums, np.broadcast_to(places, (rows, (1 << start) - 1, places.shape[2])))
+    borders = _improved(x, sums, borders, REACH_AFTER_GLOBAL, ROUNDS_AFTER_GLOBAL)
+    for level in range(start + 1, bits + 1):
+        rounds = ROUNDS if level == bits else ROUNDS_BETWEEN
+        borders = _improved(x, sums, _halved(borders, measure), REACH, rounds)
+    return borders
+
+
+def _improved(
+    x: np.ndarray, sums: tuple[np.ndarray, np.ndarray], borders: np.ndarray, reach: np.ndarray, rounds: int
+) -> np.ndarray:
+    """Borders after so many rounds of windows and Lloyd steps; a row whose borders stay is done."""
     borders = _lloyd(x, sums, borders)
+    moving = np.arange(len(x))
     for _ in range(rounds):
-        moved = _lloyd(x, sums, _best_path(sums, _windows(borders, reach)))
-        if np.array_equal(moved, borders):
+        own = sums[0][moving], sums[1][moving]
+        moved = _lloyd(x[moving], own, _best_path(own, _windows(borders[moving], reach)))
+        stay = (moved == borders[moving]).all(axis=1)
+        borders[moving] = moved
+        moving = moving[~stay]
+        if not moving.size:
             break
-        borders = moved
     return borders
 
 
