@@ -1,6 +1,6 @@
 """How far is the quantizer from the exact optimum, at its seed width and at every width that it splits into?
 
-python experiments/quantizer_quality/run.py [--rows 6] [--out experiments/quantizer_quality/results.json]
+python experiments/quantizer_quality/run.py [--rows 4] [--out experiments/quantizer_quality/results.json]
 
 For rows of heavy-tailed random numbers under lognormal weights, and for rows of the bundled model's real expert
 weights, in groups as the model shares tables and alone: weighted error divided by that of the best clustering with so
@@ -82,7 +82,7 @@ def quality(values: np.ndarray, weights: np.ndarray, best: np.ndarray, seed: int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=6, help="groups of each kind")
+    parser.add_argument("--rows", type=int, default=4, help="groups of each kind")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results.json"))
     args = parser.parse_args()
     results = []
