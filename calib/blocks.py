@@ -70,13 +70,18 @@ class BlockPrograms:
 
 
 class Measured(NamedTuple):
-    """Sums over the routed tokens of one expert: ``tokens``, ``total`` and ``square`` float64[2 forms, 2 matrices, B]
-    of the damage and of its square, ``by_sequence`` float64[n, 2 forms, 2 matrices, B]."""
+    """Sums over the routed tokens of one expert, in all and for each of n sequences.
 
-    tokens: int
+    ``tokens`` int64[]; ``total`` and ``square`` float64[2 forms, 2 matrices, B] of the damage and of its square;
+    ``by_sequence`` float64[n, 2 forms, 2 matrices, B] of the damage; ``norms`` float64[n, 2 matrices, 4] of what a matrix
+    reads: gates, gates times norms, gates times squared norms, and the largest norm.
+    """
+
+    tokens: np.ndarray
     total: np.ndarray
     square: np.ndarray
     by_sequence: np.ndarray
+    norms: np.ndarray
 
 
 def measure(
@@ -96,6 +101,7 @@ def measure(
     sequences, shape = int(trace.sequences[-1]) + 1, (len(FORMS), 2, len(widths[0]))
     exact, point, widths = jax.tree.map(jnp.asarray, (exact, point, widths))
     tokens, square, by_sequence = 0, np.zeros(shape), np.zeros((sequences, *shape))
+    norms = np.zeros((sequences, 2, 4))
     for rows in trace.rows(expert):
         errors = programs.errors(rows, trace.fisher, exact, point, widths)
         values = errors.damage.transpose(3, 2, 0, 1, 4)  # [C, forms, matrices, B, m]
@@ -103,9 +109,14 @@ def measure(
         square += np.square(values).sum((0, 4))
         filled = rows.sequence >= 0
         np.add.at(by_sequence, rows.sequence[filled], values[filled].sum(-1))
+        for matrix, read in enumerate((rows.inputs, errors.inner)):
+            norm, gate = np.linalg.norm(read, axis=-1).astype(np.float64) * rows.used, rows.gates
+            sums = np.stack([gate, gate * norm, gate * norm**2], -1).sum(1)
+            np.add.at(norms[:, matrix, :3], rows.sequence[filled], sums[filled])
+            np.maximum.at(norms[:, matrix, 3], rows.sequence[filled], norm.max(1)[filled])
         if observe is not None:
             observe(trace.layer, expert, rows, errors)
-    return Measured(tokens, by_sequence.sum(0), square, by_sequence)
+    return Measured(np.int64(tokens), by_sequence.sum(0), square, by_sequence, norms)
 
 
 def _squared_gradients(inner: Inner, state, weights, rows: Rows):

@@ -67,10 +67,6 @@ class StreamedModel(Protocol):
         token a position drawn from the model itself, and the mean one of the ``tokens`` int32[T] that came next."""
         ...
 
-    def expert(self, layer: int, expert: int) -> tuple[np.ndarray, np.ndarray]:
-        """Weights ``gate_up`` float32[2I, H] and ``down`` float32[H, I] that ``run`` uses."""
-        ...
-
     def inner(self, x: jax.Array, gate_up: jax.Array) -> jax.Array:
         """Input float32[n, I] of ``down`` for rows ``x`` float32[n, H]; an expert's output is ``inner @ down.T``."""
         ...

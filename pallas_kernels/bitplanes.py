@@ -140,6 +140,24 @@ def block_pages(block: QuantizedLike, weight: np.ndarray | None, geometry: Geome
     return np.concatenate(parts)
 
 
+def unpack_block(
+    pages: np.ndarray, geometry: Geometry, matrix: int
+) -> tuple[np.ndarray, dict[int, np.ndarray], np.ndarray]:
+    """Codes ``uint8[N, K]``, tables ``{b: float16[N/G, 2**b]}`` and scales ``float16[N]`` from all host pages of a block.
+
+    Inverse of :func:`block_pages`, but for the 16-bit rows.
+    """
+    shape, layout = geometry.shape(matrix), geometry.plane_layout(matrix)
+    end = geometry.parent * layout.pages
+    planes = [pages_to_rows(part, layout) for part in np.split(pages[:end], geometry.parent)]
+    luts, scales = {}, np.empty(0, np.float16)
+    for bits in geometry.widths:
+        layout = geometry.lut_layout(matrix, bits)
+        start, end = end, end + layout.pages
+        scales, luts[bits] = split_lut_records(pages_to_rows(pages[start:end], layout), shape.lut_rows, bits)
+    return unpack_planes(np.stack(planes), shape.cols), luts, scales
+
+
 def read_block(pages: np.ndarray, geometry: Geometry, matrix: int, bits: int) -> np.ndarray:
     """Weights ``float32[N, K]`` of a block at ``bits`` from all its host pages: the oracle of the kernels."""
     return decode_pages(pages[list(geometry.host_pages(matrix, bits))], geometry, matrix, bits)

@@ -1,175 +1,342 @@
-"""Calibration of a model for quantization: token windows, importance of expert weights, routing mass.
+"""Calibration of a model: what its weights are worth, and what running a block at fewer bits costs.
 
-Joins ``calib``, which knows no model, to ours; results go to a scratch directory layer by layer, so that an
-interrupted conversion does not repeat them.
+Joins ``calib``, which knows no model, to ours. The model is run three times over token windows, each time forward and
+backward, layer by layer: as it is (importance of weights, routing), and with all experts at each operating point (damage
+of a block at every width while the others are at 6, or at 4 bits). Results are kept in a folder layer by layer, so
+interrupted work goes on where it was.
+
+For a model that is quantized already, :func:`calibrate` does all of it from the artifact's own 16-bit pages, and
+:func:`pwjax.checkpoints.tables.write_tables` puts the new tables in its place. ``Calibrated.sequences`` has what a
+prompt residual is fitted to: damage and input norms of every block in every single window; ``observe`` sees the routed
+tokens themselves.
 """
 
 import hashlib
-import json
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
-from calib.sensitivity import routing_shares, squared_gradients
-from calib.text import windows as cut_windows
+from calib import damage
+from calib.anyprecision import dequantize
+from calib.blocks import FORMS, BlockPrograms, Importance, Measured, PieceErrors, measure
+from calib.rows import Rows
+from calib.sensitivity import paper_damage, unrouted_importance
+from calib.stream import Routing, Stream, save_array, spill_bytes
+from calib.text import choose
+from pwjax.calibration_text import SEQUENCE_LENGTH, TOKENS, CalibrationText, Text, calibration_text
+from pwjax.checkpoints import manifest as manifests
+from pwjax.checkpoints.artifact import Artifact
+from pwjax.checkpoints.source import ParamSource
+from pwjax.checkpoints.tree import EXPERTS
 from pwjax.config import ModelConfig
-from pwjax.errors import CheckpointError, UsageError
-from pwjax.progress import Progress
+from pwjax.errors import ArtifactError, UsageError
+from pwjax.progress import Progress, silent
+from pwjax.streamed import CodedExperts, StreamedDecoder
 
 NAMES = ("gate_up", "down")
 
-# Any-Precision's own default is 100 x 512.
-WINDOWS = 128
-WINDOW_TOKENS = 512
+# Part of what interrupted work is bound to: raise it when the same inputs would give other tables.
+ALGORITHM = "streamed/1"
 
-# The longest text of which every token is looked at; more would only be thinned to WINDOWS windows again.
-_MAX_CHARS = 16 << 20
+# The damage form that predicts measured KL best, and bits of all other blocks while a block's damage is measured.
+DEFAULT_FORM = "output"
+POINTS = (6, 4)
 
-Text = str | os.PathLike | Sequence[str] | Sequence[os.PathLike] | Sequence[int] | np.ndarray
-
-
-def token_windows(
-    text: Text, config: ModelConfig, tokenizer: Any = None, count: int = WINDOWS, length: int = WINDOW_TOKENS
-) -> np.ndarray:
-    """Calibration windows ``int32[n, T]`` from ``text``.
-
-    ``text``: a string, a path to a text file, a sequence of either, or token ids (one sequence, or windows [n, T]
-    that are taken as they are). ``tokenizer``: what :func:`load_tokenizer` takes. UsageError, with a sentence, for
-    text that cannot be used.
-    """
-    length = min(length, config.max_positions)
-    pieces: list = [text] if isinstance(text, str | os.PathLike) else list(text)
-    ids = [p for p in pieces if not isinstance(p, str | os.PathLike)]
-    try:
-        if ids and len(ids) == len(pieces):
-            array = np.asarray(text)
-            ready = array.astype(np.int32) if array.ndim == 2 else cut_windows([array], length, count)
-        else:
-            encode = None if tokenizer is None else _encoder(load_tokenizer(tokenizer))
-            texts = [p if isinstance(p, str) else _read_text(Path(p)) for p in pieces]
-            ready = cut_windows(texts, length, count, encode, config.bos_token_id)
-    except ValueError as error:
-        raise UsageError(f"the calibration text cannot be used: {error}") from error
-    low, high = int(ready.min()), int(ready.max())
-    if low < 0 or high >= config.vocab_size:
-        wrong = low if low < 0 else high
-        raise UsageError(f"calibration token {wrong} is not in the vocabulary of {config.vocab_size}")
-    return ready
+# Called with (operating point, layer, expert, rows, errors) for every piece of an expert's routed tokens.
+Observe = Callable[[int, int, int, Rows, PieceErrors], None]
+Pair = tuple[np.ndarray, np.ndarray]
+Paper = Callable[[int, int, Pair, Importance], np.ndarray]
 
 
-def load_tokenizer(source: Any):
-    """A ``tokenizers.Tokenizer`` from one, from ``tokenizer.json``, or from a directory that has it."""
-    from tokenizers import Tokenizer
+class Calibrated(NamedTuple):
+    """``tables`` by name for ``calibration/tables.safetensors``, ``summary`` for the manifest, and ``sequences``: for
+    each operating point a ``Measured`` whose arrays have leading axes [L, E]."""
 
-    if isinstance(source, Tokenizer):
-        return source
-    path = Path(source)
-    path = path / "tokenizer.json" if path.is_dir() else path
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"cannot read the tokenizer {path}: {error}") from error
+    tables: dict[str, np.ndarray]
+    summary: dict
+    sequences: dict[int, Measured]
 
 
 class Calibration:
-    """Importance and routing mass of a model; importance is None where no text was given.
+    """The passes over one model and text, resumable in ``folder``; see the module."""
 
-    Made by :meth:`uniform` or :meth:`run`. ``routing_mass`` float64[L, E], every layer sums to 1.
+    def __init__(self, source: ParamSource, text: CalibrationText, folder: Path, progress: Progress = silent):
+        self.source, self.text, self.folder, self.progress = source, text, folder, progress
+        self.config = source.config
+        self._programs: BlockPrograms | None = None
+
+    def run_original(self, paper: Paper | None = None) -> None:
+        """Run the model as it is. Importance of weights is kept, or given to ``paper(layer, expert, exact, importance)``
+        which makes of it the damage float64[2, B] of an expert's blocks. UsageError where the loss is not finite."""
+        folder = self.folder / "original"
+        if (folder / "done").exists():
+            return
+        stream = self._stream(self.source, self.text.windows.tokens, folder / "stream", "the model")
+        routing = stream.forward()
+        chosen = choose(self.text.windows, routing.count)
+        _save(folder / "routing.npz", chosen=chosen, **routing._asdict())
+        for trace in self._backward(stream, chosen):
+            layers = [self.source.flat[name][trace.layer] for name in EXPERTS]
+            found: dict[str, list] = {"means": [], "gate_up": [], "down": [], "paper": []}
+            for expert in range(self.config.num_experts):
+                exact = tuple(np.asarray(weights[expert], np.float32) for weights in layers)
+                importance = self.programs(stream.model).importance(trace, expert, *exact)
+                found["means"].append([float(h.mean(dtype=np.float64)) for h in importance[:2]])
+                for name, moments in zip(NAMES, importance.moments, strict=True):
+                    found[name].append(moments)
+                if paper is not None:
+                    found["paper"].append(paper(trace.layer, expert, exact, importance))
+                    continue
+                for matrix in (0, 1):
+                    bits = importance[matrix].astype(ml_dtypes.bfloat16).view(np.uint16)
+                    save_array(self._importance_path(trace.layer, expert, matrix), bits)
+            _save(folder / f"layer_{trace.layer:03d}.npz", fisher=trace.fisher, **found)
+        save_array(folder / "losses.npy", stream.losses())
+        _finish(folder)
+
+    def run_point(self, bits: int, experts: CodedExperts, observe: Observe | None = None) -> None:
+        """Measure the damage of every block while all others run at ``bits``."""
+        folder = self.folder / f"point_{bits}"
+        if (folder / "done").exists():
+            return
+        windows = self.text.windows.tokens[self.chosen]
+        stream = self._stream(experts.at(self.source, bits), windows, folder / "stream", f"{bits} bits")
+        stream.forward()
+        widths = experts.geometry.widths
+        for trace in self._backward(stream, np.arange(len(windows))):
+            layers = [self.source.flat[name][trace.layer] for name in EXPERTS]
+            found = []
+            for expert in range(self.config.num_experts):
+                exact = tuple(np.asarray(weights[expert], np.float32) for weights in layers)
+                blocks = [experts.block(trace.layer, expert, matrix) for matrix in (0, 1)]
+                ladder = tuple(np.stack([dequantize(block, b) for b in widths]) for block in blocks)
+                point = tuple(weights[widths.index(bits)] for weights in ladder)
+                see = None if observe is None else lambda *seen: observe(bits, *seen)
+                found.append(measure(self.programs(stream.model), trace, expert, exact, point, ladder, see))
+            merged = Measured(*map(np.stack, zip(*found, strict=True)))
+            _save(folder / f"layer_{trace.layer:03d}.npz", **merged._asdict())
+        _finish(folder)
+
+    def importance(self, layer: int, expert: int, matrix: int) -> np.ndarray:
+        """Squared gradients float32[out, in] of one block; of an expert that no token chose, what is least."""
+        if self.means[layer, expert, matrix] == 0:
+            shape = manifests.block_shapes(self.config)[matrix]
+            return np.full(shape, unrouted_importance(self.means[layer, :, matrix])[expert], np.float32)
+        bits = np.load(self._importance_path(layer, expert, matrix))
+        return bits.view(ml_dtypes.bfloat16).astype(np.float32)
+
+    @property
+    def paper(self) -> np.ndarray:
+        """What ``paper`` of :meth:`run_original` made: float64[L, E, 2, B]."""
+        return self._layers("original", "paper")
+
+    @property
+    def means(self) -> np.ndarray:
+        """Mean importance float64[L, E, 2] of every block."""
+        return self._layers("original", "means")
+
+    @property
+    def chosen(self) -> np.ndarray:
+        """Numbers of the windows that are used, of all candidates."""
+        return np.load(self.folder / "original" / "routing.npz")["chosen"]
+
+    @property
+    def routing(self) -> Routing:
+        """What the router of the model did in every candidate window."""
+        stored = np.load(self.folder / "original" / "routing.npz")
+        return Routing(*(stored[name] for name in Routing._fields))
+
+    def finish(self, paper: np.ndarray, widths: tuple[int, ...], points: Sequence[int], fallback: bool) -> Calibrated:
+        """Tables and summary from all passes; ``paper`` float64[n, B] sums of importance times squared error."""
+        routing, config = self.routing, self.config
+        tokens = self.text.windows.tokens
+        rate = routing.count.sum(0) / tokens.size
+        mass = routing.mass.sum(0)
+        sequences = {
+            b: Measured(*(self._layers(f"point_{b}", name) for name in Measured._fields)) for b in points
+        }
+        of_form: dict[str, dict[int, np.ndarray]] = {
+            form: {
+                b: damage.conditional_table(damage.Sums(m.tokens, m.total[:, :, f], m.square[:, :, f]))
+                for b, m in sequences.items()
+            }
+            for f, form in enumerate(FORMS)
+        }
+        found = {form: np.mean(list(at.values()), axis=0) for form, at in of_form.items()}
+        found["paper"] = paper / 2
+        for form, at in of_form.items():
+            found |= {f"{form}@{b}": table for b, table in at.items()}
+        expected = {b: damage.served(t, rate) for b, t in of_form[DEFAULT_FORM].items()}
+        seen = sequences[points[0]].tokens
+        floors = damage.floors(damage.served(found[DEFAULT_FORM], rate), widths, seen)
+        count = np.maximum(routing.count.sum(0), 1)
+        tables = {f"damage/{form}": _with_16(table, fallback) for form, table in found.items()}
+        tables |= {
+            "routing_mass": mass / mass.sum(1, keepdims=True),
+            "routing_rate": rate,
+            "tokens": seen,
+            "floors": floors,
+            "gate_moments": np.stack([mass / count, routing.square.sum(0) / count], -1),
+            "fisher": self._layers("original", "fisher"),
+        }
+        tables |= {f"moments/{n}": self._layers("original", n).astype(np.float32) / tokens.shape[1] / len(self.chosen)
+                   for n in NAMES}  # fmt: skip
+        rare = damage.few_tokens(seen)
+        names = [f"layer {at // 2 // config.num_experts} expert {at // 2 % config.num_experts} {NAMES[at % 2]}"
+                 for at in range(config.blocks)]  # fmt: skip
+        raised = {str(b): [names[i] for i in np.flatnonzero(floors == b)] for b in widths[1:] if (floors == b).any()}
+        summary = {
+            **self.text.facts(),
+            "damage": [DEFAULT_FORM, *(form for form in found if form != DEFAULT_FORM)],
+            "default": DEFAULT_FORM,
+            "points": list(points),
+            "scale": "nats: output and directional a routed token (times routing_rate: a served one), paper a served one",
+            "importance": "squared gradients of the summed loss of drawn tokens, summed over windows, a token",
+            "routing_mass": "share of the router weight on the candidate windows",
+            "super_additivity": damage.super_additivity(expected),
+            "mean_loss": float(np.load(self.folder / "original" / "losses.npy").mean()),
+            "few_tokens": rare,
+            "unrouted": [names[i] for i in np.flatnonzero(self.means.reshape(-1) == 0)],
+            "floors": raised,
+            "warnings": _warnings(rare, seen),
+        }
+        return Calibrated(tables, summary, sequences)
+
+    def programs(self, model: StreamedDecoder) -> BlockPrograms:
+        """The programs of blocks, compiled once for all passes."""
+        self._programs = self._programs or BlockPrograms(model.inner)
+        return self._programs
+
+    def _stream(self, source: ParamSource, windows: np.ndarray, folder: Path, name: str) -> Stream:
+        told = lambda stage, done, total: self.progress(f"calibrating at {name}, {stage}", done, total)  # noqa: E731
+        return Stream(StreamedDecoder(source), windows, folder, self.text.seed, told)
+
+    def _backward(self, stream: Stream, chosen: np.ndarray):
+        try:
+            yield from stream.backward(chosen)
+        except ValueError as error:
+            raise UsageError(f"calibration failed: {error}") from error
+
+    def _importance_path(self, layer: int, expert: int, matrix: int) -> Path:
+        return self.folder / "original" / f"importance_{layer:03d}_{expert:03d}_{NAMES[matrix]}.npy"
+
+    def _layers(self, folder: str, name: str) -> np.ndarray:
+        """An array of every layer's file, stacked."""
+        files = (self.folder / folder / f"layer_{layer:03d}.npz" for layer in range(self.config.num_layers))
+        return np.stack([np.load(file)[name] for file in files])
+
+
+def operating_points(widths: tuple[int, ...]) -> tuple[int, ...]:
+    """Bits of the other blocks at which damage is measured: 6 and 4 where there are such widths, else the widest."""
+    return tuple(b for b in POINTS if b in widths) or widths[-1:]
+
+
+def scratch_bytes(config: ModelConfig, text: CalibrationText, importance: bool) -> int:
+    """Bytes on disk that a calibration needs at most; ``importance`` is kept until the codes are made."""
+    windows = text.windows.tokens
+    spilled = spill_bytes(len(windows), text.count, windows.shape[1], config.hidden_size, config.num_layers)
+    return spilled + 2 * config.expert_params * importance
+
+
+def calibrate(
+    path: str | os.PathLike,
+    text: Text,
+    *,
+    tokenizer: Any = None,
+    tokens: int = TOKENS,
+    sequence_length: int = SEQUENCE_LENGTH,
+    weights: Sequence[float] | None = None,
+    seed: int = 0,
+    progress: Progress = silent,
+    observe: Observe | None = None,
+) -> Calibrated:
+    """Calibrate the quantized model at ``path`` anew, from its own 16-bit pages and codes; it is not changed.
+
+    ``text``, ``tokenizer`` (None: the artifact's own) and the rest as in
+    :func:`pwjax.calibration_text.calibration_text`. Interrupted work is kept in a directory beside the artifact and
+    goes on when called with the same arguments; ``observe`` then misses the layers that are done. ArtifactError where
+    the artifact has no 16-bit pages.
     """
+    artifact = Artifact.open(path)
+    geometry, config = artifact.geometry, artifact.config
+    if not geometry.fallback:
+        raise ArtifactError(f"{path} has no 16-bit pages to compare with: calibrate it while quantizing, or keep them")
+    made = calibration_text(
+        text, config, tokenizer or artifact.tokenizer_path, tokens, sequence_length, weights, seed
+    )
+    folder = Path(path).absolute().with_name(Path(path).name + ".calibrating")
+    _bind(folder, artifact, made)
+    points = operating_points(geometry.widths)
+    with CodedExperts(artifact.path / manifests.PAGES, geometry, config) as experts:
+        calibration = Calibration(artifact.source(16), made, folder, progress)
 
-    def __init__(self, routing_mass: np.ndarray, summary: dict, scratch: Path | None):
-        self.routing_mass, self.summary, self._scratch = routing_mass, summary, scratch
+        def paper(layer: int, expert: int, exact: Pair, importance: Importance) -> np.ndarray:
+            blocks = (experts.block(layer, expert, matrix) for matrix in (0, 1))
+            return np.stack([paper_damage(*each, geometry.widths) for each in zip(exact, importance[:2], blocks)])  # noqa: B905
 
-    def importance(self, layer: int, matrix: int) -> np.ndarray | None:
-        """Summed squared gradients float32[E, out, in] of one layer, or None for equal weights."""
-        return None if self._scratch is None else np.load(_file(self._scratch, layer, matrix))
-
-    @classmethod
-    def uniform(cls, config: ModelConfig) -> "Calibration":
-        """No text: every weight counts once and every expert is as likely as any other."""
-        mass = np.full((config.num_layers, config.num_experts), 1 / config.num_experts)
-        summary = {
-            "damage": ["unweighted"],
-            "importance": "none: squared error of the weights, every weight counted once",
-            "routing_mass": "uniform: no text was given",
-            "windows": 0,
-        }
-        return cls(mass, summary, None)
-
-    @classmethod
-    def run(
-        cls, flat: dict, config: ModelConfig, windows: np.ndarray, scratch: Path, progress: Progress
-    ) -> "Calibration":
-        """Squared gradients of the mean next-token loss over ``windows`` int32[n, T], kept in ``scratch``.
-
-        ``flat`` are all parameters by flat name. A finished calibration in ``scratch`` is taken as it is.
-        UsageError where the loss is not finite.
-        """
-        facts = scratch / "calibration.json"
-        if not facts.exists():
-            _write_gradients(flat, config, windows, scratch, progress)
-        stored = json.loads(facts.read_text())
-        summary = {
-            "damage": ["paper"],
-            "importance": "squared gradients of the mean next-token loss, summed over windows (empirical Fisher)",
-            "routing_mass": "share of the router weight on the calibration windows",
-            "windows": windows.shape[0],
-            "window_tokens": windows.shape[1],
-            "tokens_sha256": hashlib.sha256(windows.astype("<i4").tobytes()).hexdigest(),
-            "mean_loss": stored["mean_loss"],
-        }
-        return cls(np.load(scratch / "routing_mass.npy"), summary, scratch)
+        calibration.run_original(paper)
+        for bits in points:
+            calibration.run_point(bits, experts, observe)
+        table = _fill_unrouted(calibration, experts)
+    done = calibration.finish(table, geometry.widths, points, geometry.fallback)
+    shutil.rmtree(folder)
+    return done
 
 
-def _write_gradients(flat: dict, config: ModelConfig, windows: np.ndarray, scratch: Path, progress: Progress) -> None:
-    from pwjax.checkpoints.tree import EXPERTS, unflatten
-    from pwjax.models import loss_fn, routing_mass
+def _fill_unrouted(calibration: Calibration, experts: CodedExperts) -> np.ndarray:
+    """The paper's table float64[n, B] with experts that no token chose at the least importance of their layer."""
+    table, means = calibration.paper, calibration.means
+    for layer, expert, matrix in zip(*np.nonzero(means == 0), strict=True):
+        least = unrouted_importance(means[layer, :, matrix])[expert]
+        exact = calibration.source.flat[EXPERTS[matrix]][layer][expert].astype(np.float32)
+        block = experts.block(layer, expert, matrix)
+        table[layer, expert, matrix] = least * paper_damage(exact, None, block, experts.geometry.widths)
+    return table.reshape(-1, table.shape[-1])
 
-    whole, mass = loss_fn(config), routing_mass(config)
-    # Float32 from the bfloat16 values that the artifact keeps: the loss is that of the model as stored.
-    flat = {name: jnp.asarray(value, jnp.float32) for name, value in flat.items()}
-    experts = {name: flat[name] for name in EXPERTS}
-    rest = {name: value for name, value in flat.items() if name not in EXPERTS}
-    join = lambda e, r: unflatten({**r, **e})  # noqa: E731
-    try:
-        importance, losses = squared_gradients(
-            lambda params, tokens: whole(params, tokens[None])[0],
-            join,
-            experts,
-            rest,
-            windows,
-            lambda done, total: progress("calibrating", done, total),
+
+def _with_16(table: np.ndarray, fallback: bool) -> np.ndarray:
+    """A table with a last column of zeros for 16 bits, where there are."""
+    return np.concatenate([table, np.zeros((len(table), 1))], axis=1) if fallback else table
+
+
+def _warnings(rare: list[dict], tokens: np.ndarray) -> list[str]:
+    """Sentences on what the text could not tell."""
+    never = int((tokens == 0).sum())
+    told = []
+    if rare:
+        told.append(
+            f"{len(rare)} of {tokens.size} experts saw fewer than {damage.FEW_TOKENS} tokens, {never} of them none: their "
+            "damage is drawn to their layer's mean; more text, or other text, would tell"
         )
-    except ValueError as error:
-        raise UsageError(f"calibration failed: {error}") from error
-    shares = routing_shares(lambda params, tokens: mass(params, tokens[None]), unflatten(flat), windows)
-    for matrix, name in enumerate(EXPERTS):
-        for layer in range(config.num_layers):
-            np.save(_file(scratch, layer, matrix), importance[name][layer])
-    np.save(scratch / "routing_mass.npy", shares)
-    temporary = scratch / "calibration.tmp"
-    temporary.write_text(json.dumps({"mean_loss": float(losses.mean())}))
-    os.replace(temporary, scratch / "calibration.json")
+    return told
 
 
-def _file(scratch: Path, layer: int, matrix: int) -> Path:
-    return scratch / f"importance_{layer:03d}_{NAMES[matrix]}.npy"
+def _bind(folder: Path, artifact: Artifact, text: CalibrationText) -> None:
+    """Tie the folder of a calibration to its inputs; work for other inputs is thrown away."""
+    pages = {name: facts["sha256"] for name, facts in artifact.manifest["files"].items() if name != manifests.TABLES}
+    facts = {"pages": pages, "text": text.facts(), "algorithm": ALGORITHM}
+    key = hashlib.sha256(manifests.dumps(facts)).hexdigest()
+    file = folder / "key"
+    if not file.exists() or file.read_text() != key:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        file.write_text(key)
 
 
-def _encoder(tokenizer):
-    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+def _finish(folder: Path) -> None:
+    """Mark a pass as done and drop what it spilled."""
+    (folder / "done").touch()
+    shutil.rmtree(folder / "stream")
 
 
-def _read_text(path: Path) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            text = file.read(_MAX_CHARS)
-    except OSError as error:
-        raise UsageError(f"cannot read the calibration text {path}: {error.strerror}") from error
-    if not text.strip():
-        raise UsageError(f"the calibration text {path} is empty")
-    return text
+def _save(path: Path, **arrays) -> None:
+    """``np.savez``, whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        np.savez(file, **arrays)
+    os.replace(temporary, path)

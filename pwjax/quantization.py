@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,21 +13,28 @@ import numpy as np
 from calib import report
 from calib.anyprecision import quantize_block, weighted_energy
 from calib.lut_groups import choose_lut_rows
-from calib.sensitivity import fill_unrouted, paper_damage
+from calib.sensitivity import paper_damage
 from pallas_kernels.bitplanes import block_pages
 from pallas_kernels.pages import Geometry
-from pwjax.calibration import NAMES, WINDOW_TOKENS, WINDOWS, Calibration, Text, token_windows
+from pwjax.calibration import NAMES, Calibrated, Calibration, operating_points, scratch_bytes
+from pwjax.calibration import ALGORITHM as CALIBRATION
+from pwjax.calibration_text import SEQUENCE_LENGTH, TOKENS, CalibrationText, Text, calibration_text
 from pwjax.checkpoints import manifest as manifests
 from pwjax.checkpoints.inputs import checked_params, tokenizer_files
 from pwjax.checkpoints.lazy import LayerStack, bf16
+from pwjax.checkpoints.source import ParamSource
 from pwjax.checkpoints.tree import EXPERTS
 from pwjax.checkpoints.writer import ArtifactWriter, refuse_taken
 from pwjax.config import ModelConfig
 from pwjax.errors import CheckpointError, UsageError
 from pwjax.progress import Progress, silent
+from pwjax.streamed import CodedExperts
 
 # Part of the key of a partial conversion: raise it when the same inputs would give other bytes.
 ALGORITHM = "any-precision/2"
+
+# Importance float32[out, in] of the weights of a block (layer, expert, matrix).
+Importance = Callable[[int, int, int], np.ndarray]
 
 # Blocks of each matrix that the choice of LUT groups looks at.
 SAMPLES = 4
@@ -91,18 +98,21 @@ def quantize(
     fallback: bool = True,
     lut_rows: str | int | tuple[int, int] = "auto",
     page_words: int | None = None,
-    windows: int = WINDOWS,
-    window_tokens: int = WINDOW_TOKENS,
+    tokens: int = TOKENS,
+    sequence_length: int = SEQUENCE_LENGTH,
+    weights: Sequence[float] | None = None,
+    seed: int = 0,
     jobs: int = 1,
     progress: Progress = silent,
 ) -> Path:
     """Quantize ``params`` into the artifact directory ``out`` and return its path.
 
     ``params``: the parameter tree (arrays of NumPy or JAX, any float type; stored as bfloat16), variables or a train
-    state that holds it under ``params``, or an Orbax directory. ``text``: calibration text or token ids (see
-    :func:`pwjax.calibration.token_windows`); without it every weight counts the same. ``tokenizer``: needed for text,
-    and copied with its sibling files. ``jobs``: threads, 0 for one a core; the bytes do not depend on it.
-    ``progress(stage, done, total)``.
+    state that holds it under ``params``, or an Orbax directory. ``text``: calibration text or token ids, up to
+    ``tokens`` of them in sequences of ``sequence_length``, its sources mixed by ``weights`` (see
+    :func:`pwjax.calibration_text.calibration_text`); without it every weight counts the same. ``seed``: of the tokens
+    that the model draws in calibration. ``tokenizer``: needed for text, and copied with its sibling files. ``jobs``:
+    threads, 0 for one a core; the bytes do not depend on it. ``progress(stage, done, total)``.
 
     Interrupted work resumes at the last finished layer when called again with the same arguments. Raises UsageError,
     CheckpointError or ArtifactError with one sentence.
@@ -111,39 +121,66 @@ def quantize(
     settings = Settings.make(config, bits, fallback, lut_rows, page_words)
     extra_files = tokenizer_files(tokenizer)
     flat = checked_params(params, config)
-    tokens = None if text is None else token_windows(text, config, tokenizer, windows, window_tokens)
-    with ArtifactWriter(out, config, _key(flat, config, settings, tokens, extra_files)) as writer:
-        expert_params = config.expert_params
-        # Before hours of work: the planes alone, the fallback, and the scratch copy of the gradients.
-        least = expert_params * (settings.widths[-1] / 8 + 2 * fallback + (0 if tokens is None else 4))
+    made = None if text is None else calibration_text(text, config, tokenizer, tokens, sequence_length, weights, seed)
+    with ArtifactWriter(out, config, _key(flat, config, settings, made, extra_files)) as writer:
+        # Before hours of work: the planes alone, the fallback, and what calibration keeps.
+        least = config.expert_params * (settings.widths[-1] / 8 + 2 * fallback)
+        least += 0 if made is None else scratch_bytes(config, made, importance=True)
         if not any(writer.scratch.iterdir()):
             writer.reserve(int(least))
-        if tokens is None:
-            calibration = Calibration.uniform(config)
-        else:
+        calibration = None
+        if made is not None:
             with writer.disk("calibration results"):
-                calibration = Calibration.run(flat, config, tokens, writer.scratch, progress)
-        geometry, choice = _choose_geometry(flat, config, settings, calibration)
+                calibration = Calibration(ParamSource(config, flat), made, writer.scratch, progress)
+                calibration.run_original()
+        importance = None if calibration is None else calibration.importance
+        geometry, choice = _choose_geometry(flat, config, settings, importance)
         dense = {n: v if isinstance(v, LayerStack) else bf16(v) for n, v in flat.items() if n not in EXPERTS}
         writer.begin(geometry, sum(a.nbytes for a in dense.values()) + sum(map(len, extra_files.values())))
-        _write_layers(writer, flat, geometry, calibration, jobs, progress)
+        _write_layers(writer, flat, geometry, importance, jobs, progress)
         records = [record for _, record in sorted(writer.records().items())]
-        damage = np.array([row for record in records for row in record["damage"]], np.float64)
-        if fallback:
-            damage = np.concatenate([damage, np.zeros((len(damage), 1))], axis=1)
+        squared = np.array([row for record in records for row in record["damage"]], np.float64)
+        with writer.disk("calibration results"):
+            done = _finish_calibration(calibration, writer, geometry, squared)
         summary = {
-            **calibration.summary,
-            "unrouted": [name for record in records for name in record["unrouted"]],
+            **done.summary,
             "lut_choice": choice,
             "report": [row for record in records for row in record["report"]],
         }
-        tables = {f"damage/{summary['damage'][0]}": damage, "routing_mass": calibration.routing_mass}
         more = {"codes": ALGORITHM, "inputs_sha256": (writer.state / "key").read_text()}
-        return writer.finish(dense, tables, summary, extra_files, more)
+        return writer.finish(dense, done.tables, summary, extra_files, more)
+
+
+def _finish_calibration(
+    calibration: Calibration | None, writer: ArtifactWriter, geometry: Geometry, squared: np.ndarray
+) -> Calibrated:
+    """Tables and summary: from damage measured with the written codes, or, without text, from ``squared`` errors alone."""
+    if calibration is not None:
+        points = operating_points(geometry.widths)
+        with CodedExperts(writer.body / manifests.PAGES, geometry, writer.config) as experts:
+            for bits in points:
+                calibration.run_point(bits, experts)
+        return calibration.finish(squared, geometry.widths, points, geometry.fallback)
+    config = writer.config
+    damage = np.concatenate([squared, np.zeros((len(squared), 1))], axis=1) if geometry.fallback else squared
+    mass = np.full((config.num_layers, config.num_experts), 1 / config.num_experts)
+    summary = {
+        "damage": ["unweighted"],
+        "importance": "none: squared error of the weights, every weight counted once",
+        "routing_mass": "uniform: no text was given",
+        "windows": 0,
+        "unrouted": [],
+    }
+    return Calibrated({"damage/unweighted": damage, "routing_mass": mass}, summary, {})
 
 
 def _write_layers(
-    writer: ArtifactWriter, flat: dict, geometry: Geometry, calibration: Calibration, jobs: int, progress: Progress
+    writer: ArtifactWriter,
+    flat: dict,
+    geometry: Geometry,
+    importance: Importance | None,
+    jobs: int,
+    progress: Progress,
 ) -> None:
     """Quantize and write every layer that an earlier run did not finish."""
     config, done = writer.config, writer.records()
@@ -155,12 +192,12 @@ def _write_layers(
                 if layer in done:
                     continue
                 with writer.layer(layer) as file:
-                    file.record = {"damage": [], "unrouted": [], "report": []}
+                    file.record = {"damage": [], "report": []}
                     error = {name: dict.fromkeys(geometry.widths, 0.0) for name in NAMES}
                     energy = {name: 0.0 for name in NAMES}
-                    work = _layer_blocks(flat, layer, config, calibration, file.record["unrouted"])
+                    work = _layer_blocks(flat, layer, config)
                     # In order of blocks, whoever finishes first: the file does not depend on the number of threads.
-                    for matrix, pages, damage, own in pool.map(lambda w: _quantize_one(w, geometry), work):
+                    for matrix, pages, damage, own in pool.map(lambda w: _quantize_one(*w, importance, geometry), work):
                         file.add(pages)
                         file.record["damage"].append(damage.tolist())
                         energy[NAMES[matrix]] += own
@@ -174,36 +211,30 @@ def _write_layers(
             raise
 
 
-def _layer_blocks(flat: dict, layer: int, config: ModelConfig, calibration: Calibration, unrouted: list) -> Iterator:
-    """``(name, matrix, weight bfloat16, importance)`` of every block of a layer, in file order."""
+def _layer_blocks(flat: dict, layer: int, config: ModelConfig) -> Iterator[tuple[int, int, int, np.ndarray]]:
+    """``(layer, expert, matrix, weight bfloat16)`` of every block of a layer, in file order."""
     weights = [bf16(flat[name][layer]) for name in EXPERTS]
-    importance = []
-    for matrix, name in enumerate(NAMES):
-        own = calibration.importance(layer, matrix)
-        if own is not None:
-            own, empty = fill_unrouted(own)
-            unrouted.extend(f"layer {layer} expert {expert} {name}" for expert in empty)
-        importance.append(own)
     for expert in range(config.num_experts):
         for matrix in (0, 1):
-            own = None if importance[matrix] is None else importance[matrix][expert]
-            yield f"layer {layer} expert {expert} {NAMES[matrix]}", matrix, weights[matrix][expert], own
+            yield layer, expert, matrix, weights[matrix][expert]
 
 
-def _quantize_one(work: tuple, geometry: Geometry) -> tuple[int, np.ndarray, np.ndarray, float]:
-    """Pages, damage at each width and weighted energy of one block."""
-    name, matrix, weight, importance = work
-    exact = weight.astype(np.float32)
+def _quantize_one(
+    layer: int, expert: int, matrix: int, weight: np.ndarray, importance: Importance | None, geometry: Geometry
+) -> tuple[int, np.ndarray, np.ndarray, float]:
+    """Pages, squared error at each width and energy of one block, both weighted by importance."""
+    exact, own = weight.astype(np.float32), None if importance is None else importance(layer, expert, matrix)
     try:
-        block = quantize_block(exact, importance, geometry.widths, geometry.shape(matrix).lut_rows)
+        block = quantize_block(exact, own, geometry.widths, geometry.shape(matrix).lut_rows)
     except ValueError as error:
+        name = f"layer {layer} expert {expert} {NAMES[matrix]}"
         raise CheckpointError(f"{name} cannot be quantized: {error}") from error
-    damage = paper_damage(exact, importance, block, geometry.widths)
-    return matrix, block_pages(block, weight, geometry, matrix), damage, weighted_energy(exact, importance)
+    damage = paper_damage(exact, own, block, geometry.widths)
+    return matrix, block_pages(block, weight, geometry, matrix), damage, weighted_energy(exact, own)
 
 
 def _choose_geometry(
-    flat: dict, config: ModelConfig, settings: Settings, calibration: Calibration
+    flat: dict, config: ModelConfig, settings: Settings, importance: Importance | None
 ) -> tuple[Geometry, dict]:
     """LUT groups and page size, and the measured errors that decided, for the manifest."""
     shapes, fixed = manifests.block_shapes(config), settings.lut_rows
@@ -213,8 +244,7 @@ def _choose_geometry(
     for matrix, name in enumerate(EXPERTS):
         pairs = []
         for layer, expert in (divmod(i, config.num_experts) for i in chosen):
-            importance = calibration.importance(layer, matrix)
-            own = None if importance is None else fill_unrouted(importance)[0][expert]
+            own = None if importance is None else importance(layer, expert, matrix)
             pairs.append((bf16(flat[name][layer][expert]).astype(np.float32), own))
         samples.append(pairs)
     candidates = None if fixed is None else ((fixed[0],), (fixed[1],))
@@ -240,7 +270,7 @@ def _choose_geometry(
     return geometry, {"how": "given" if fixed else "least error at equal pages", "relative_error": errors}
 
 
-def _key(flat: dict, config: ModelConfig, settings: Settings, tokens: np.ndarray | None, extra: Mapping) -> str:
+def _key(flat: dict, config: ModelConfig, settings: Settings, text: CalibrationText | None, extra: Mapping) -> str:
     """Hash of everything that the artifact's bytes depend on."""
     facts = {
         "algorithm": ALGORITHM,
@@ -250,12 +280,10 @@ def _key(flat: dict, config: ModelConfig, settings: Settings, tokens: np.ndarray
         "fallback": settings.fallback,
         "lut_rows": settings.lut_rows,
         "page_words": settings.page_words,
-        "windows": None if tokens is None else list(tokens.shape),
+        "calibration": None if text is None else [CALIBRATION, text.facts()],
         "extra": {name: hashlib.sha256(data).hexdigest() for name, data in extra.items()},
     }
     sha = hashlib.sha256(manifests.dumps(facts))
-    if tokens is not None:
-        sha.update(tokens.astype("<i4").tobytes())
     for name, value in flat.items():
         sha.update(name.encode())
         for part in value:

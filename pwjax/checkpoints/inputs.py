@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from pwjax.calibration import load_tokenizer
+from pwjax.calibration_text import load_tokenizer
 from pwjax.checkpoints.lazy import LayerStack, bf16
 from pwjax.checkpoints.orbax import load_orbax, params_of
 from pwjax.checkpoints.tree import flatten, name_all, param_shapes, shape_problems
