@@ -14,12 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from calib.model import Functions
 from calib.rows import LayerTrace, Rows
 
 # Forms that are measured on routed tokens, by the index that arrays of this module have for them.
 FORMS = ("output", "directional")
-
-Inner = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class Importance(NamedTuple):
@@ -40,41 +39,38 @@ class PieceErrors(NamedTuple):
     inner: np.ndarray
 
 
-class BlockPrograms:
-    """The two programs that every expert of every layer runs; ``inner(x, gate_up)`` is the model's."""
+def importance(
+    functions: Functions, trace: LayerTrace, expert: int, gate_up: np.ndarray, down: np.ndarray
+) -> Importance:
+    """Importance of the weights ``gate_up`` [2I, H] and ``down`` [H, I] of ``expert``; zero where it has no tokens."""
+    weights = jnp.asarray(gate_up, jnp.float32), jnp.asarray(down, jnp.float32)
+    zeros = lambda: jax.tree.map(jnp.zeros_like, weights)  # noqa: E731
+    state = (zeros(), zeros(), (jnp.zeros(gate_up.shape[1]), jnp.zeros(down.shape[1])))
+    for rows in trace.rows(expert):
+        state = _squared_gradients(functions, state, weights, rows)
+    _, total, moments = jax.tree.map(np.array, state)
+    tokens = np.float32(len(trace.experts))
+    return Importance(total[0] / tokens, total[1] / tokens, tuple(m.astype(np.float64) for m in moments))
 
-    def __init__(self, inner: Inner):
-        self._gradients = jax.jit(partial(_squared_gradients, inner), donate_argnums=0)
-        self._errors = jax.jit(partial(_errors, inner))
 
-    def importance(self, trace: LayerTrace, expert: int, gate_up: np.ndarray, down: np.ndarray) -> Importance:
-        """Importance of the weights of ``expert``; zero where it has no tokens."""
-        weights = jnp.asarray(gate_up, jnp.float32), jnp.asarray(down, jnp.float32)
-        moments = jnp.zeros(gate_up.shape[1]), jnp.zeros(down.shape[1])
-        zeros = lambda: jax.tree.map(jnp.zeros_like, weights)  # noqa: E731
-        state = (zeros(), zeros(), moments)
-        for rows in trace.rows(expert):
-            state = self._gradients(state, weights, rows)
-        _, total, moments = jax.tree.map(np.array, state)
-        tokens = np.float32(len(trace.experts))
-        return Importance(total[0] / tokens, total[1] / tokens, tuple(m.astype(np.float64) for m in moments))
+def piece_errors(
+    functions: Functions, rows: Rows, fisher: np.ndarray, exact: tuple, point: tuple, widths: tuple
+) -> PieceErrors:
+    """Damage of each matrix at each width on ``rows``, the other matrix being that of the operating point.
 
-    def errors(self, rows: Rows, fisher: np.ndarray, exact: tuple, point: tuple, widths: tuple) -> PieceErrors:
-        """Damage of each matrix at each width on ``rows``, the other matrix being that of the operating point.
-
-        ``exact`` and ``point`` are ``(gate_up, down)``, ``widths`` the same with a leading axis B.
-        """
-        damage, inner = self._errors(rows, jnp.asarray(fisher, jnp.float32), exact, point, widths)
-        shape = (*damage.shape[:3], *rows.used.shape)
-        return PieceErrors(np.asarray(damage, np.float64).reshape(shape), np.asarray(inner).reshape(*shape[3:], -1))
+    ``exact`` and ``point`` are ``(gate_up, down)``, ``widths`` the same with a leading axis B.
+    """
+    damage, inner = _errors(functions, rows, jnp.asarray(fisher, jnp.float32), exact, point, widths)
+    shape = (*damage.shape[:3], *rows.used.shape)
+    return PieceErrors(np.asarray(damage, np.float64).reshape(shape), np.asarray(inner).reshape(*shape[3:], -1))
 
 
 class Measured(NamedTuple):
     """Sums over the routed tokens of one expert, in all and for each of n sequences.
 
     ``tokens`` int64[]; ``total`` and ``square`` float64[2 forms, 2 matrices, B] of the damage and of its square;
-    ``by_sequence`` float64[n, 2 forms, 2 matrices, B] of the damage; ``norms`` float64[n, 2 matrices, 4] of what a matrix
-    reads: gates, gates times norms, gates times squared norms, and the largest norm.
+    ``by_sequence`` float64[n, 2 forms, 2 matrices, B] of the damage; ``norms`` float64[n, 2 matrices, 4] of what a
+    matrix reads: gates, gates times norms, gates times squared norms, and the largest norm.
     """
 
     tokens: np.ndarray
@@ -85,7 +81,7 @@ class Measured(NamedTuple):
 
 
 def measure(
-    programs: BlockPrograms,
+    functions: Functions,
     trace: LayerTrace,
     expert: int,
     exact: tuple,
@@ -95,7 +91,7 @@ def measure(
 ) -> Measured:
     """Damage of both blocks of ``expert`` at every width over all of its tokens.
 
-    ``exact``, ``point``, ``widths`` as in :meth:`BlockPrograms.errors`. ``observe(layer, expert, rows, errors)`` sees
+    ``exact``, ``point``, ``widths`` as in :func:`piece_errors`. ``observe(layer, expert, rows, errors)`` sees
     every piece: inputs, gates, gradients, sequences and damage of single tokens.
     """
     sequences, shape = int(trace.sequences[-1]) + 1, (len(FORMS), 2, len(widths[0]))
@@ -103,7 +99,7 @@ def measure(
     tokens, square, by_sequence = 0, np.zeros(shape), np.zeros((sequences, *shape))
     norms = np.zeros((sequences, 2, 4))
     for rows in trace.rows(expert):
-        errors = programs.errors(rows, trace.fisher, exact, point, widths)
+        errors = piece_errors(functions, rows, trace.fisher, exact, point, widths)
         values = errors.damage.transpose(3, 2, 0, 1, 4)  # [C, forms, matrices, B, m]
         tokens += int(rows.used.sum())
         square += np.square(values).sum((0, 4))
@@ -119,14 +115,15 @@ def measure(
     return Measured(np.int64(tokens), by_sequence.sum(0), square, by_sequence, norms)
 
 
-def _squared_gradients(inner: Inner, state, weights, rows: Rows):
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _squared_gradients(functions: Functions, state, weights, rows: Rows):
     """One piece of tokens into (gradient of the current sequence, sums of squared gradients, input moments)."""
 
     def tile(state, tile: Rows):
         own, total, moments = state
 
         def output(weights):
-            hidden = inner(tile.inputs, weights[0])
+            hidden = functions.inner(tile.inputs, weights[0])
             return tile.gates[:, None] * (hidden @ weights[1].T), hidden
 
         _, pull, hidden = jax.vjp(output, weights, has_aux=True)
@@ -140,8 +137,10 @@ def _squared_gradients(inner: Inner, state, weights, rows: Rows):
     return lax.scan(tile, state, rows)[0]
 
 
-def _errors(inner: Inner, rows: Rows, fisher, exact, point, widths):
+@partial(jax.jit, static_argnums=0)
+def _errors(functions: Functions, rows: Rows, fisher, exact, point, widths):
     """Damage float32[2 matrices, B, 2 forms, R] of each row, and the exact input of ``down`` [R, I]."""
+    inner = functions.inner
     x, gradient = (a.reshape(-1, a.shape[-1]) for a in (rows.inputs, rows.gradients))
     gate = rows.gates.reshape(-1, 1)
     exact_inner, point_inner = inner(x, exact[0]), inner(x, point[0])

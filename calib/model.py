@@ -1,6 +1,6 @@
 """What calibration needs of a model: layers that can be run one at a time.
 
-Shapes: B windows, T tokens, H hidden size, k choices a token, E experts, I inner size of an expert.
+Shapes: B windows, T tokens, H hidden size, k choices a token, I inner size of an expert.
 """
 
 from collections.abc import Hashable
@@ -19,21 +19,45 @@ class Trace(NamedTuple):
     gates: jax.Array
 
 
-class StreamedModel(Protocol):
-    """A decoder with one layer's weights on the device at a time.
+class Functions(Protocol):
+    """The arithmetic of a model: pure functions, compiled once for all equal objects, so they must be hashable.
 
-    ``layer``, ``head`` and ``embed`` fetch; ``run``, ``loss`` and ``inner`` are pure and are compiled, ``run`` once for
-    each kind of layer. Parameters are pytrees that only the model understands.
+    Parameters are pytrees that only the model understands.
     """
 
-    @property
-    def num_layers(self) -> int:
-        """Layers."""
-        ...
+    def __hash__(self) -> int: ...
 
     @property
     def num_experts(self) -> int:
         """Routed experts of a layer."""
+        ...
+
+    def run(self, kind: Hashable, params: Any, x: jax.Array, bump: jax.Array) -> tuple[jax.Array, Trace]:
+        """Output float32[B, T, H] of a layer for its input ``x``, with ``bump`` float32[B, T, H] added to the weighted
+        sum of its routed experts."""
+        ...
+
+    def loss(self, head: Any, x: jax.Array, tokens: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of one window's output ``x`` float32[T, H] of the last layer: the summed negative log-likelihood of one
+        token a position drawn from the model itself, and the mean one of the ``tokens`` int32[T] that came next."""
+        ...
+
+    def inner(self, x: jax.Array, gate_up: jax.Array) -> jax.Array:
+        """Input float32[n, I] of ``down`` for rows ``x`` float32[n, H]; an expert's output is ``inner @ down.T``."""
+        ...
+
+
+class StreamedModel(Protocol):
+    """A decoder that gives out the weights of one layer at a time."""
+
+    @property
+    def functions(self) -> Functions:
+        """Its arithmetic."""
+        ...
+
+    @property
+    def num_layers(self) -> int:
+        """Layers."""
         ...
 
     @property
@@ -53,20 +77,6 @@ class StreamedModel(Protocol):
         """Parameters of a layer, on the device."""
         ...
 
-    def run(self, kind: Hashable, params: Any, x: jax.Array, bump: jax.Array) -> tuple[jax.Array, Trace]:
-        """Output float32[B, T, H] of a layer for its input ``x``, with ``bump`` float32[B, T, H] added to the weighted
-        sum of its routed experts."""
-        ...
-
     def head(self) -> Any:
-        """Parameters of the final norm and the head."""
-        ...
-
-    def loss(self, head: Any, x: jax.Array, tokens: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Of one window's output ``x`` float32[T, H] of the last layer: the summed negative log-likelihood of one
-        token a position drawn from the model itself, and the mean one of the ``tokens`` int32[T] that came next."""
-        ...
-
-    def inner(self, x: jax.Array, gate_up: jax.Array) -> jax.Array:
-        """Input float32[n, I] of ``down`` for rows ``x`` float32[n, H]; an expert's output is ``inner @ down.T``."""
+        """Parameters of the final norm and the head, on the device."""
         ...

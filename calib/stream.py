@@ -7,7 +7,7 @@ was killed goes on at the layer where it was.
     stream = Stream(model, windows, folder)
     routing = stream.forward()
     for trace in stream.backward(chosen):        # last layer first; what is made of it is kept by the caller
-        for expert in range(model.num_experts):
+        for expert in range(trace.num_experts):
             for rows in trace.rows(expert):      # inputs, gates, loss gradients, sequence of each routed token
                 ...
 
@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from calib.model import StreamedModel
+from calib.model import Functions, StreamedModel
 from calib.rows import LayerTrace
 from calib.spill import Spill
 
@@ -59,11 +59,7 @@ class Stream:
 
     def __post_init__(self):
         self.folder.mkdir(parents=True, exist_ok=True)
-        length, model = self.windows.shape[1], self.model
-        self.batch = max(1, BATCH_TOKENS // length)
-        self._forward = jax.jit(partial(_forward, model), static_argnums=0)
-        self._backward = jax.jit(partial(_backward, model), static_argnums=0)
-        self._head = jax.jit(partial(_head, model))
+        self.batch = max(1, min(BATCH_TOKENS // self.windows.shape[1], len(self.windows)))
 
     def forward(self) -> Routing:
         """Run all windows up to the last layer and return their routing; layers that are there are not run again."""
@@ -86,7 +82,7 @@ class Stream:
                 self._spill(self._inputs_path(layer + 1), count) as out,
             ):
                 for number, (take, used) in enumerate(batches):
-                    x, routing = self._forward(kind, params, self._read(source, take, 0))
+                    x, routing = _forward(model.functions, kind, params, self._read(source, take, 0))
                     first = int(take[0]) * length
                     out.write(first, np.asarray(x)[:used].reshape(used * length, -1))
                     parts.append(np.asarray(routing, np.float64)[:, :used])
@@ -124,7 +120,7 @@ class Stream:
                 for number, (take, used) in enumerate(batches):
                     first, rows = number * self.batch * length, used * length
                     x, up = self._read(source, take, 0), self._read(above, np.arange(len(take)), first)
-                    down, at_experts, trace = self._backward(kind, params, x, up)
+                    down, at_experts, trace = _backward(model.functions, kind, params, x, up)
                     flat = lambda a, rows=rows: np.asarray(a).reshape(-1, a.shape[-1])[:rows]  # noqa: E731
                     below.write(first, flat(down))
                     inputs.write(first, flat(trace.inputs))
@@ -140,7 +136,7 @@ class Stream:
                 experts=np.concatenate(experts),
                 gates=np.concatenate(gates),
                 sequences=np.repeat(np.arange(total), length),
-                num_experts=model.num_experts,
+                num_experts=model.functions.num_experts,
                 inputs=inputs,
                 gradients=gradients,
                 fisher=square / (total * length),
@@ -162,7 +158,7 @@ class Stream:
         ):
             for number, (take, used) in enumerate(batches):
                 x, tokens = self._read(source, take, 0), jnp.asarray(self.windows[take])
-                loss, gradient = self._head(head, x, tokens, jnp.asarray(take), self.seed)
+                loss, gradient = _head(self.model.functions, head, x, tokens, jnp.asarray(take), self.seed)
                 losses.append(np.asarray(loss, np.float64)[:used])
                 bad = np.flatnonzero(~np.isfinite(losses[-1]))
                 if bad.size:
@@ -217,30 +213,33 @@ def save_array(path: Path, array: np.ndarray) -> None:
     temporary.replace(path)
 
 
-def _forward(model: StreamedModel, kind, params, x):
+@partial(jax.jit, static_argnums=(0, 1))
+def _forward(functions: Functions, kind, params, x):
     """Output of a layer, and [3, B, E]: choices, gates and squared gates of each expert in each window."""
-    x, trace = model.run(kind, params, x, jnp.zeros_like(x))
+    x, trace = functions.run(kind, params, x, jnp.zeros_like(x))
     batch, experts = x.shape[0], trace.experts.reshape(x.shape[0], -1)
     gates = trace.gates.reshape(experts.shape)
     row = jnp.arange(batch)[:, None]
-    add = lambda v: jnp.zeros((batch, model.num_experts)).at[row, experts].add(v)  # noqa: E731
+    add = lambda v: jnp.zeros((batch, functions.num_experts)).at[row, experts].add(v)  # noqa: E731
     return x, jnp.stack([add(jnp.ones_like(gates)), add(gates), add(gates * gates)])
 
 
-def _backward(model: StreamedModel, kind, params, x, above):
+@partial(jax.jit, static_argnums=(0, 1))
+def _backward(functions: Functions, kind, params, x, above):
     """Loss gradients at the input and at the routed experts' output of a layer, and its trace."""
-    _, pull, trace = jax.vjp(partial(model.run, kind, params), x, jnp.zeros_like(x), has_aux=True)
+    _, pull, trace = jax.vjp(partial(functions.run, kind, params), x, jnp.zeros_like(x), has_aux=True)
     below, at_experts = pull(above)
     return below, at_experts, trace
 
 
-def _head(model: StreamedModel, head, x, tokens, numbers, seed):
+@partial(jax.jit, static_argnums=0)
+def _head(functions: Functions, head, x, tokens, numbers, seed):
     """Mean next-token loss of each window, and the gradient of its drawn loss at the last layer's output."""
 
     def one(item):
         x, tokens, number = item
         key = jax.random.fold_in(jax.random.key(seed), number)
-        (_, mean), gradient = jax.value_and_grad(lambda x: model.loss(head, x, tokens, key), has_aux=True)(x)
+        (_, mean), gradient = jax.value_and_grad(lambda x: functions.loss(head, x, tokens, key), has_aux=True)(x)
         return mean, gradient
 
     return jax.lax.map(one, (x, tokens, numbers))

@@ -1,9 +1,9 @@
 """Calibration of a model: what its weights are worth, and what running a block at fewer bits costs.
 
 Joins ``calib``, which knows no model, to ours. The model is run three times over token windows, each time forward and
-backward, layer by layer: as it is (importance of weights, routing), and with all experts at each operating point (damage
-of a block at every width while the others are at 6, or at 4 bits). Results are kept in a folder layer by layer, so
-interrupted work goes on where it was.
+backward, layer by layer: as it is (importance of weights, routing), and with all experts at each operating point
+(damage of a block at every width while the others are at 6, or at 4 bits). Results are kept in a folder layer by layer,
+so interrupted work goes on where it was.
 
 For a model that is quantized already, :func:`calibrate` does all of it from the artifact's own 16-bit pages, and
 :func:`pwjax.checkpoints.tables.write_tables` puts the new tables in its place. ``Calibrated.sequences`` has what a
@@ -23,17 +23,17 @@ import numpy as np
 
 from calib import damage
 from calib.anyprecision import dequantize
-from calib.blocks import FORMS, BlockPrograms, Importance, Measured, PieceErrors, measure
+from calib.blocks import FORMS, Importance, Measured, PieceErrors, importance, measure
 from calib.rows import Rows
 from calib.sensitivity import paper_damage, unrouted_importance
-from calib.stream import Routing, Stream, save_array, spill_bytes
+from calib.stream import Routing, Stream, save_array
 from calib.text import choose
+from pwjax.calibration_needs import needs
 from pwjax.calibration_text import SEQUENCE_LENGTH, TOKENS, CalibrationText, Text, calibration_text
 from pwjax.checkpoints import manifest as manifests
 from pwjax.checkpoints.artifact import Artifact
 from pwjax.checkpoints.source import ParamSource
 from pwjax.checkpoints.tree import EXPERTS
-from pwjax.config import ModelConfig
 from pwjax.errors import ArtifactError, UsageError
 from pwjax.progress import Progress, silent
 from pwjax.streamed import CodedExperts, StreamedDecoder
@@ -68,11 +68,13 @@ class Calibration:
     def __init__(self, source: ParamSource, text: CalibrationText, folder: Path, progress: Progress = silent):
         self.source, self.text, self.folder, self.progress = source, text, folder, progress
         self.config = source.config
-        self._programs: BlockPrograms | None = None
 
     def run_original(self, paper: Paper | None = None) -> None:
-        """Run the model as it is. Importance of weights is kept, or given to ``paper(layer, expert, exact, importance)``
-        which makes of it the damage float64[2, B] of an expert's blocks. UsageError where the loss is not finite."""
+        """Run the model as it is. UsageError where the loss is not finite.
+
+        Importance of weights is kept, or given to ``paper(layer, expert, exact, importance)`` which makes of it the
+        damage float64[2, B] of an expert's blocks.
+        """
         folder = self.folder / "original"
         if (folder / "done").exists():
             return
@@ -85,15 +87,15 @@ class Calibration:
             found: dict[str, list] = {"means": [], "gate_up": [], "down": [], "paper": []}
             for expert in range(self.config.num_experts):
                 exact = tuple(np.asarray(weights[expert], np.float32) for weights in layers)
-                importance = self.programs(stream.model).importance(trace, expert, *exact)
-                found["means"].append([float(h.mean(dtype=np.float64)) for h in importance[:2]])
-                for name, moments in zip(NAMES, importance.moments, strict=True):
+                squares = importance(stream.model.functions, trace, expert, *exact)
+                found["means"].append([float(h.mean(dtype=np.float64)) for h in squares[:2]])
+                for name, moments in zip(NAMES, squares.moments, strict=True):
                     found[name].append(moments)
                 if paper is not None:
-                    found["paper"].append(paper(trace.layer, expert, exact, importance))
+                    found["paper"].append(paper(trace.layer, expert, exact, squares))
                     continue
                 for matrix in (0, 1):
-                    bits = importance[matrix].astype(ml_dtypes.bfloat16).view(np.uint16)
+                    bits = squares[matrix].astype(ml_dtypes.bfloat16).view(np.uint16)
                     save_array(self._importance_path(trace.layer, expert, matrix), bits)
             _save(folder / f"layer_{trace.layer:03d}.npz", fisher=trace.fisher, **found)
         save_array(folder / "losses.npy", stream.losses())
@@ -117,7 +119,7 @@ class Calibration:
                 ladder = tuple(np.stack([dequantize(block, b) for b in widths]) for block in blocks)
                 point = tuple(weights[widths.index(bits)] for weights in ladder)
                 see = None if observe is None else lambda *seen: observe(bits, *seen)
-                found.append(measure(self.programs(stream.model), trace, expert, exact, point, ladder, see))
+                found.append(measure(stream.model.functions, trace, expert, exact, point, ladder, see))
             merged = Measured(*map(np.stack, zip(*found, strict=True)))
             _save(folder / f"layer_{trace.layer:03d}.npz", **merged._asdict())
         _finish(folder)
@@ -157,9 +159,7 @@ class Calibration:
         tokens = self.text.windows.tokens
         rate = routing.count.sum(0) / tokens.size
         mass = routing.mass.sum(0)
-        sequences = {
-            b: Measured(*(self._layers(f"point_{b}", name) for name in Measured._fields)) for b in points
-        }
+        sequences = {b: Measured(*(self._layers(f"point_{b}", name) for name in Measured._fields)) for b in points}
         of_form: dict[str, dict[int, np.ndarray]] = {
             form: {
                 b: damage.conditional_table(damage.Sums(m.tokens, m.total[:, :, f], m.square[:, :, f]))
@@ -195,7 +195,7 @@ class Calibration:
             "damage": [DEFAULT_FORM, *(form for form in found if form != DEFAULT_FORM)],
             "default": DEFAULT_FORM,
             "points": list(points),
-            "scale": "nats: output and directional a routed token (times routing_rate: a served one), paper a served one",
+            "scale": "nats; output, directional: a routed token (times routing_rate: served); paper: a served one",
             "importance": "squared gradients of the summed loss of drawn tokens, summed over windows, a token",
             "routing_mass": "share of the router weight on the candidate windows",
             "super_additivity": damage.super_additivity(expected),
@@ -206,11 +206,6 @@ class Calibration:
             "warnings": _warnings(rare, seen),
         }
         return Calibrated(tables, summary, sequences)
-
-    def programs(self, model: StreamedDecoder) -> BlockPrograms:
-        """The programs of blocks, compiled once for all passes."""
-        self._programs = self._programs or BlockPrograms(model.inner)
-        return self._programs
 
     def _stream(self, source: ParamSource, windows: np.ndarray, folder: Path, name: str) -> Stream:
         told = lambda stage, done, total: self.progress(f"calibrating at {name}, {stage}", done, total)  # noqa: E731
@@ -236,13 +231,6 @@ def operating_points(widths: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(b for b in POINTS if b in widths) or widths[-1:]
 
 
-def scratch_bytes(config: ModelConfig, text: CalibrationText, importance: bool) -> int:
-    """Bytes on disk that a calibration needs at most; ``importance`` is kept until the codes are made."""
-    windows = text.windows.tokens
-    spilled = spill_bytes(len(windows), text.count, windows.shape[1], config.hidden_size, config.num_layers)
-    return spilled + 2 * config.expert_params * importance
-
-
 def calibrate(
     path: str | os.PathLike,
     text: Text,
@@ -253,12 +241,14 @@ def calibrate(
     weights: Sequence[float] | None = None,
     seed: int = 0,
     progress: Progress = silent,
+    note: Callable[[str], None] = lambda text: None,
     observe: Observe | None = None,
 ) -> Calibrated:
     """Calibrate the quantized model at ``path`` anew, from its own 16-bit pages and codes; it is not changed.
 
     ``text``, ``tokenizer`` (None: the artifact's own) and the rest as in
-    :func:`pwjax.calibration_text.calibration_text`. Interrupted work is kept in a directory beside the artifact and
+    :func:`pwjax.calibration_text.calibration_text`. ``note`` is told beforehand how much memory and disk it takes at
+    most. Interrupted work is kept in a directory beside the artifact and
     goes on when called with the same arguments; ``observe`` then misses the layers that are done. ArtifactError where
     the artifact has no 16-bit pages.
     """
@@ -266,18 +256,17 @@ def calibrate(
     geometry, config = artifact.geometry, artifact.config
     if not geometry.fallback:
         raise ArtifactError(f"{path} has no 16-bit pages to compare with: calibrate it while quantizing, or keep them")
-    made = calibration_text(
-        text, config, tokenizer or artifact.tokenizer_path, tokens, sequence_length, weights, seed
-    )
+    made = calibration_text(text, config, tokenizer or artifact.tokenizer_path, tokens, sequence_length, weights, seed)
     folder = Path(path).absolute().with_name(Path(path).name + ".calibrating")
+    note(needs(config, made, geometry.widths, importance=False))
     _bind(folder, artifact, made)
     points = operating_points(geometry.widths)
     with CodedExperts(artifact.path / manifests.PAGES, geometry, config) as experts:
         calibration = Calibration(artifact.source(16), made, folder, progress)
 
-        def paper(layer: int, expert: int, exact: Pair, importance: Importance) -> np.ndarray:
+        def paper(layer: int, expert: int, exact: Pair, squares: Importance) -> np.ndarray:
             blocks = (experts.block(layer, expert, matrix) for matrix in (0, 1))
-            return np.stack([paper_damage(*each, geometry.widths) for each in zip(exact, importance[:2], blocks)])  # noqa: B905
+            return np.stack([paper_damage(*each, geometry.widths) for each in zip(exact, squares[:2], blocks)])  # noqa: B905
 
         calibration.run_original(paper)
         for bits in points:
@@ -310,8 +299,8 @@ def _warnings(rare: list[dict], tokens: np.ndarray) -> list[str]:
     told = []
     if rare:
         told.append(
-            f"{len(rare)} of {tokens.size} experts saw fewer than {damage.FEW_TOKENS} tokens, {never} of them none: their "
-            "damage is drawn to their layer's mean; more text, or other text, would tell"
+            f"{len(rare)} of {tokens.size} experts saw fewer than {damage.FEW_TOKENS} tokens, {never} of them none: "
+            "their damage is drawn to their layer's mean; more text, or other text, would tell"
         )
     return told
 

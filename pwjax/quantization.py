@@ -16,8 +16,9 @@ from calib.lut_groups import choose_lut_rows
 from calib.sensitivity import paper_damage
 from pallas_kernels.bitplanes import block_pages
 from pallas_kernels.pages import Geometry
-from pwjax.calibration import NAMES, Calibrated, Calibration, operating_points, scratch_bytes
 from pwjax.calibration import ALGORITHM as CALIBRATION
+from pwjax.calibration import NAMES, Calibrated, Calibration, operating_points
+from pwjax.calibration_needs import disk_bytes, needs
 from pwjax.calibration_text import SEQUENCE_LENGTH, TOKENS, CalibrationText, Text, calibration_text
 from pwjax.checkpoints import manifest as manifests
 from pwjax.checkpoints.inputs import checked_params, tokenizer_files
@@ -104,6 +105,7 @@ def quantize(
     seed: int = 0,
     jobs: int = 1,
     progress: Progress = silent,
+    note: Callable[[str], None] = lambda text: None,
 ) -> Path:
     """Quantize ``params`` into the artifact directory ``out`` and return its path.
 
@@ -112,7 +114,8 @@ def quantize(
     ``tokens`` of them in sequences of ``sequence_length``, its sources mixed by ``weights`` (see
     :func:`pwjax.calibration_text.calibration_text`); without it every weight counts the same. ``seed``: of the tokens
     that the model draws in calibration. ``tokenizer``: needed for text, and copied with its sibling files. ``jobs``:
-    threads, 0 for one a core; the bytes do not depend on it. ``progress(stage, done, total)``.
+    threads, 0 for one a core; the bytes do not depend on it. ``progress(stage, done, total)``;
+    ``note`` is told beforehand how much memory and disk calibration takes at most.
 
     Interrupted work resumes at the last finished layer when called again with the same arguments. Raises UsageError,
     CheckpointError or ArtifactError with one sentence.
@@ -125,11 +128,12 @@ def quantize(
     with ArtifactWriter(out, config, _key(flat, config, settings, made, extra_files)) as writer:
         # Before hours of work: the planes alone, the fallback, and what calibration keeps.
         least = config.expert_params * (settings.widths[-1] / 8 + 2 * fallback)
-        least += 0 if made is None else scratch_bytes(config, made, importance=True)
+        least += 0 if made is None else disk_bytes(config, made, importance=True)
         if not any(writer.scratch.iterdir()):
             writer.reserve(int(least))
         calibration = None
         if made is not None:
+            note(needs(config, made, settings.widths, importance=True))
             with writer.disk("calibration results"):
                 calibration = Calibration(ParamSource(config, flat), made, writer.scratch, progress)
                 calibration.run_original()
@@ -154,7 +158,7 @@ def quantize(
 def _finish_calibration(
     calibration: Calibration | None, writer: ArtifactWriter, geometry: Geometry, squared: np.ndarray
 ) -> Calibrated:
-    """Tables and summary: from damage measured with the written codes, or, without text, from ``squared`` errors alone."""
+    """Tables and summary: of damage measured with the written codes; without text, of ``squared`` errors alone."""
     if calibration is not None:
         points = operating_points(geometry.widths)
         with CodedExperts(writer.body / manifests.PAGES, geometry, writer.config) as experts:

@@ -1,6 +1,7 @@
-"""Our decoders as calibration sees them: one layer on the device at a time, experts at 16 bits or at an operating point."""
+"""Our decoders as calibration sees them: one layer on the device at a time, experts at 16 bits or fewer."""
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,27 +28,16 @@ from pwjax.models.layers import activate, rms_norm
 HEAD_TOKENS = 128
 
 
-class StreamedDecoder:
-    """A ``calib.model.StreamedModel`` over parameters that are read layer by layer."""
+@dataclass(frozen=True)
+class DecoderFunctions:
+    """The arithmetic of one model family as ``calib.model.Functions``."""
 
-    def __init__(self, source: ParamSource):
-        self.config, self._source = source.config, source
-        self.num_layers, self.num_experts = self.config.num_layers, self.config.num_experts
-        self.hidden_size = self.config.hidden_size
-        self._outer = source.outer()
+    config: ModelConfig
 
-    def embed(self, tokens: np.ndarray) -> np.ndarray:
-        """Input float32[B, T, H] of layer 0."""
-        return self._outer["embed/embedding"][tokens].astype(np.float32) * np.float32(self.config.embed_scale)
-
-    def kind(self, layer: int) -> Hashable:
-        """The layer's kind of attention."""
-        return self.config.attention_kinds[self.config.layer_kinds[layer]]
-
-    def layer(self, layer: int) -> dict:
-        """Parameters of a layer on the device, as bits of bfloat16."""
-        flat = {name.removeprefix("layers/"): _bits(value) for name, value in self._source.layer(layer).items()}
-        return {"attn" if name.startswith("attn") else name: tree for name, tree in unflatten(flat).items()}
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of a layer."""
+        return self.config.num_experts
 
     def run(self, kind: Any, params: dict, x: jax.Array, bump: jax.Array) -> tuple[jax.Array, Trace]:
         """Output of a layer and what its experts saw."""
@@ -58,11 +48,6 @@ class StreamedDecoder:
             bump=bump.reshape(-1, hidden),
         )  # fmt: skip
         return out.x, Trace(*(a.reshape(batch, length, -1) for a in out.trace))
-
-    def head(self) -> dict:
-        """Final norm and head on the device, as bits of bfloat16."""
-        used = "embed/embedding" if self.config.tie_embeddings else "lm_head/kernel"
-        return unflatten({name: _bits(self._outer[name]) for name in ("norm/scale", used)})
 
     def loss(self, head: dict, x: jax.Array, tokens: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Summed loss of tokens that the model draws, and the mean one of the next tokens, piece by piece."""
@@ -90,6 +75,34 @@ class StreamedDecoder:
         """Input of ``down``."""
         gate, up = jnp.split(x @ gate_up.T, 2, axis=-1)
         return activate(self.config, gate) * up
+
+
+class StreamedDecoder:
+    """A ``calib.model.StreamedModel`` over parameters that are read layer by layer."""
+
+    def __init__(self, source: ParamSource):
+        self.config, self._source = source.config, source
+        self.functions = DecoderFunctions(self.config)
+        self.num_layers, self.hidden_size = self.config.num_layers, self.config.hidden_size
+        self._outer = source.outer()
+
+    def embed(self, tokens: np.ndarray) -> np.ndarray:
+        """Input float32[B, T, H] of layer 0."""
+        return self._outer["embed/embedding"][tokens].astype(np.float32) * np.float32(self.config.embed_scale)
+
+    def kind(self, layer: int) -> Hashable:
+        """The layer's kind of attention."""
+        return self.config.attention_kinds[self.config.layer_kinds[layer]]
+
+    def layer(self, layer: int) -> dict:
+        """Parameters of a layer on the device, as bits of bfloat16."""
+        flat = {name.removeprefix("layers/"): _bits(value) for name, value in self._source.layer(layer).items()}
+        return {"attn" if name.startswith("attn") else name: tree for name, tree in unflatten(flat).items()}
+
+    def head(self) -> dict:
+        """Final norm and head on the device, as bits of bfloat16."""
+        used = "embed/embedding" if self.config.tie_embeddings else "lm_head/kernel"
+        return unflatten({name: _bits(self._outer[name]) for name in ("norm/scale", used)})
 
 
 class CodedExperts:

@@ -49,11 +49,32 @@ def dense_expert_ffn(
 
     ``x`` float32[T, H], ``experts_of`` int32[T, k], ``gates`` float32[T, k], ``valid`` bool[T],
     ``gate_up`` [E, 2I, H], ``down`` [E, H, I], ``activation`` a name in ``ACTIVATIONS``; returns float32[T, H].
+    Weights given as uint16, the bits of bfloat16, are widened tile by tile, never all at once; they have no gradient.
     """
     groups = group(experts_of, valid, gate_up.shape[0], tile_rows(experts_of.size, gate_up.shape[0]))
     rows = _gather_rows(x, groups, experts_of.shape[1])
+    if gate_up.dtype == jnp.uint16:
+        return combine(_tile_by_tile(rows, groups, gate_up, down, activation), groups, gates)
     out, _ = _ffn(rows, gate_up[groups.expert].astype(x.dtype), down[groups.expert].astype(x.dtype), activation)
     return combine(out, groups, gates)
+
+
+def _tile_by_tile(
+    rows: jax.Array, groups: Groups, gate_up: jax.Array, down: jax.Array, activation: str
+) -> jax.Array:
+    """Outputs [tiles, m, H] with the weights of one tile in float32 at a time, in the backward pass too."""
+    widen = lambda bits: lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)  # noqa: E731
+
+    @jax.checkpoint
+    def tile(item):
+        index, expert, row = item
+
+        def run(row):
+            return _ffn(row, widen(gate_up[expert]), widen(down[expert]), activation)[0]
+
+        return lax.cond(index < groups.used, run, jnp.zeros_like, row)
+
+    return lax.map(tile, (jnp.arange(len(rows)), groups.expert, rows))
 
 
 def _read_rows(arena: jax.Array, page_ids: jax.Array, layout: RowLayout) -> jax.Array:

@@ -25,13 +25,18 @@ INTERRUPTED = "interrupted; what is finished is kept, and the same command goes 
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
 @click.option("--bits", default="2-6", show_default=True, metavar="A-B",
               help="Widths that the experts can have, a contiguous range within 2-8.")
-@click.option("--calibration", multiple=True, metavar="TEXT_FILE",
+@click.option("--calibration", "--text", "calibration", multiple=True, metavar="TEXT_FILE",
               type=click.Path(exists=True, dir_okay=False, readable=True, path_type=Path),
-              help="UTF-8 text that says which weights matter; may be repeated. Default: all weights count the same.")
-@click.option("--windows", type=click.IntRange(min=1), metavar="N",
-              help="Windows of the text at most, taken evenly from all files. Default: 128.")
-@click.option("--window-tokens", type=click.IntRange(min=2), metavar="N",
-              help="Tokens of a window. Default: 512, or the model's context if that is less.")
+              help='UTF-8 text, or .jsonl with a "text" a line, that says which weights matter; may be repeated. '
+                   "Default: all weights count the same.")
+@click.option("--weight", "weights", multiple=True, type=click.FloatRange(min=0, min_open=True), metavar="W",
+              help="Share of each text, in the order of --calibration. Default: equal.")
+@click.option("--tokens", type=click.IntRange(min=2), metavar="N",
+              help="Tokens of the texts to use at most. Default: 65536.")
+@click.option("--sequence-length", type=click.IntRange(min=2), metavar="N",
+              help="Tokens of a sequence. Default: 512, or the model's context if that is less.")
+@click.option("--seed", type=click.IntRange(min=0), metavar="N",
+              help="Seed of the tokens that calibration draws. Default: 0.")
 @click.option("--lut-rows", default="auto", show_default=True, metavar="auto|N",
               help="Output rows that share a table; auto takes the least error at equal pages.")
 @click.option("--no-16bit", "fallback", flag_value=False, default=True,
@@ -50,8 +55,10 @@ def command(
     hf_dir: Path,
     out: Path,
     calibration: tuple[Path, ...],
-    windows: int | None,
-    window_tokens: int | None,
+    weights: tuple[float, ...],
+    tokens: int | None,
+    sequence_length: int | None,
+    seed: int | None,
     lut_rows: str,
     jobs: int | None,
     config_file: Path | None,
@@ -68,13 +75,17 @@ def command(
     A run that was stopped goes on at the last finished layer when the same command is given again. OUT appears when
     it is whole; until then the work is in OUT.partial.
     """
-    if not calibration and (windows or window_tokens):
-        raise UsageError("--windows and --window-tokens cut the calibration text: give --calibration TEXT_FILE as well")
+    given = {"--weight": weights, "--tokens": tokens, "--sequence-length": sequence_length, "--seed": seed}
+    useless = [name for name, value in given.items() if value not in (None, ())]
+    if not calibration and useless:
+        raise UsageError(f"{useless[0]} is about the calibration text: give --calibration TEXT_FILE as well")
+    if weights and len(weights) != len(calibration):
+        raise UsageError(f"--weight must be given once for each --calibration: {len(weights)} for {len(calibration)}")
     groups = _lut_rows(lut_rows)
 
     # JAX and the quantizer are imported after what click has checked.
     from pwjax import environment
-    from pwjax.calibration import WINDOW_TOKENS, WINDOWS
+    from pwjax.calibration_text import SEQUENCE_LENGTH, TOKENS
     from pwjax.checkpoints.writer import refuse_taken
     from pwjax.quantization import parse_bits, quantize
 
@@ -108,10 +119,13 @@ def command(
             text=calibration or None,
             tokenizer=tokenizer,
             lut_rows=groups,
-            windows=windows or WINDOWS,
-            window_tokens=window_tokens or WINDOW_TOKENS,
+            tokens=tokens or TOKENS,
+            sequence_length=sequence_length or SEQUENCE_LENGTH,
+            weights=weights or None,
+            seed=seed or 0,
             jobs=jobs or 0,
             progress=progress,
+            note=note,
             **settings,
         )
     except KeyboardInterrupt:
@@ -154,9 +168,12 @@ def _tell(out: Path, as_json: bool, quiet: bool, note) -> None:
         click.echo(json.dumps(summary))
     if not as_json and not quiet:
         click.echo(report.table(summary["report"]), err=True)
-        if summary["unrouted"]:
-            count, first = len(summary["unrouted"]), summary["unrouted"][0]
-            note(f"note: the text never reached {count} of the expert matrices (such as {first}); more text helps")
+        for text in summary["warnings"]:
+            note(f"note: {text}")
+        if summary["floors"]:
+            raised = [f"{len(names)} at {bits} bits at least" for bits, names in summary["floors"].items()]
+            first = next(iter(summary["floors"].values()))[0]
+            note(f"blocks that decide, or that the text did not reach (such as {first}): {', '.join(raised)}")
         widths = f"{summary['bits'][0]}-{summary['widths'][-1]}" + (" and 16" if summary["fallback"] else "")
         note(f"wrote {out}: experts at {widths} bits, {format_bytes(summary['disk_bytes'])}")
 
@@ -178,7 +195,11 @@ def summarize(out: Path) -> dict[str, Any]:
         "windows": calibration["windows"],
         "window_tokens": calibration.get("window_tokens"),
         "mean_loss": calibration.get("mean_loss"),
-        "unrouted": calibration["unrouted"],
+        "damage": calibration["damage"],
+        "super_additivity": calibration.get("super_additivity"),
+        "few_tokens": calibration.get("few_tokens", []),
+        "floors": calibration.get("floors", {}),
+        "warnings": calibration.get("warnings", []),
         "report": calibration["report"],
     }
 

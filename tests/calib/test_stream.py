@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from calib.blocks import BlockPrograms, measure
+from calib.blocks import importance, measure
 from calib.model import Trace
 from calib.stream import Stream
 
@@ -16,6 +16,7 @@ class Toy:
     """Running means for attention, then a mixture of experts; two kinds of layers."""
 
     num_layers, num_experts, hidden_size = L, E, H
+    functions = property(lambda self: self)
 
     def __init__(self):
         rng = np.random.default_rng(0)
@@ -23,7 +24,6 @@ class Toy:
         self.table = draw(VOCAB, H)
         self.layers = [{"router": draw(E, H), "up": draw(E, 2 * INNER, H), "down": draw(E, H, INNER)} for _ in range(L)]
         self.fetched = []
-        self.programs = BlockPrograms(self.inner)
 
     def embed(self, tokens):
         return self.table[tokens]
@@ -89,16 +89,16 @@ def run(toy, folder, monkeypatch, stop=None):
     """Everything that calibration takes from a stream; ``stop(stage, layer)`` may raise."""
     monkeypatch.setattr("calib.stream.BATCH_TOKENS", 2 * T)  # two windows a batch: the last is not full
     stream = Stream(toy, WINDOWS, folder, seed=7, progress=stop or (lambda *a: None))
-    routing, programs, kept = stream.forward(), toy.programs, {}
+    routing, kept = stream.forward(), {}
     rough = lambda w: np.round(w * 4) / 4  # noqa: E731
     for trace in stream.backward(CHOSEN):
         for expert in range(E):
             exact = toy.expert(trace.layer, expert)
             point = tuple(map(rough, exact))
             widths = tuple(np.stack([w * 0, w * 0.9, rough(w)]) for w in exact)
-            importance = programs.importance(trace, expert, *exact)
+            squares = importance(toy, trace, expert, *exact)
             gradients = [(r.gradients[r.used], r.gates[r.used], r.inputs[r.used]) for r in trace.rows(expert)]
-            kept[trace.layer, expert] = importance, measure(programs, trace, expert, exact, point, widths), gradients
+            kept[trace.layer, expert] = squares, measure(toy, trace, expert, exact, point, widths), gradients
         kept[trace.layer] = trace.fisher
     return routing, kept
 

@@ -42,7 +42,7 @@ def test_same_bytes_as_from_python(tmp_path, capsys, hf, tiny_config, tiny_param
     code, out, err = run(capsys, hf, tmp_path / "a.pw", "--bits", "3-5", "--lut-rows", 32, "--no-16bit", "--json")
     told = json.loads(out)
     assert code == 0 and told["bits"] == told["widths"] == [3, 4, 5] and not told["fallback"]
-    assert told["lut_rows"] == {"gate_up": 32, "down": 32} and told["windows"] == 0 and told["unrouted"] == []
+    assert told["lut_rows"] == {"gate_up": 32, "down": 32} and told["windows"] == 0 and told["few_tokens"] == []
     assert [(r["layer"], r["matrix"]) for r in told["report"]] == [(i, m) for i in (0, 1) for m in ("gate_up", "down")]
     for row in told["report"]:
         errors = [row["relative_error"][b] for b in "345"]
@@ -60,16 +60,22 @@ def test_same_bytes_as_from_python(tmp_path, capsys, hf, tiny_config, tiny_param
 def test_calibration_text(tmp_path, capsys, hf):
     for name, text in [("a.txt", "The quick brown fox. " * 40), ("b.txt", "def f(x): return x + 1\n" * 40)]:
         (tmp_path / name).write_text(text)
-    texts = ["--calibration", tmp_path / "a.txt", "--calibration", tmp_path / "b.txt"]
+    texts = ["--calibration", tmp_path / "a.txt", "--calibration", tmp_path / "b.txt", "--weight", 3, "--weight", 1]
     code, out, err = run(
-        capsys, hf, tmp_path / "out.pw", *texts, "--windows", 4, "--window-tokens", 16, "--lut-rows", 32, "--jobs", 2
+        capsys, hf, tmp_path / "out.pw", *texts, "--tokens", 64, "--sequence-length", 16, "--lut-rows", 32, "--jobs", 2
     )
     assert code == 0 and out == ""  # the report is for people: standard error
     assert "relative weighted error" in err and "2 bits" in err and "6 bits" in err and "note: without" not in err
     assert f"wrote {tmp_path / 'out.pw'}: experts at 2-6 and 16 bits" in err
     artifact = Artifact.open(tmp_path / "out.pw")
     facts = artifact.manifest["calibration"]
-    assert facts["damage"] == ["paper"] and (facts["windows"], facts["window_tokens"]) == (4, 16)
+    assert facts["damage"][0] == facts["default"] == "output" and {"directional", "paper"} < set(facts["damage"])
+    assert (facts["windows"], facts["window_tokens"], facts["points"]) == (4, 16, [6, 4])
+    assert [(s["windows"], s["weight"]) for s in facts["texts"]] == [(3, 3.0), (1, 1.0)]
+    assert "calibrating with 4 sequences of 16 tokens, chosen from" in err and "of memory and" in err
+    for form in facts["damage"]:
+        table = artifact.table(form)
+        assert (np.diff(table.damage, axis=1) <= 0).all() and (table.damage[:, 0] > 0).all()
     assert artifact.verify() == []
 
 
@@ -135,7 +141,8 @@ def test_bad_input(tmp_path, capsys, hf, tiny_artifact):
     assert "contiguous range within 2-8" in told(2, hf, out, "--bits", "2,4")
     assert "auto or a number" in told(2, hf, out, "--lut-rows", "few")
     assert "does not divide the 64 rows of gate_up" in told(2, hf, out, "--lut-rows", 5)
-    assert "give --calibration TEXT_FILE as well" in told(2, hf, out, "--windows", 4)
+    assert "give --calibration TEXT_FILE as well" in told(2, hf, out, "--tokens", 4)
+    assert "once for each --calibration" in told(2, hf, out, "--text", text, "--weight", 1, "--weight", 2)
     assert "does not exist" in told(2, hf, out, "--calibration", tmp_path / "no.txt")
     assert "is empty" in told(2, hf, out, "--calibration", text)
     assert "no tokenizer.json" in told(2, bare, out, "--calibration", text)

@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from pwjax.calibration import token_windows
+from pwjax.calibration_text import calibration_text
 from pwjax.checkpoints.artifact import Artifact
 from pwjax.checkpoints.orbax import load_orbax, params_of
 from pwjax.checkpoints.tree import flatten, param_shapes, unflatten
@@ -96,26 +96,39 @@ def test_text_with_a_tokenizer_directory(tmp_path, params, tokenizer):
     (folder / "model.safetensors").write_text("not copied")
     text = tmp_path / "text.txt"
     text.write_text("thequickbrownfoxjumpsoverthelazydog" * 3)
-    out = quantize(params, CONFIG, tmp_path / "o", text=text, tokenizer=folder, windows=2, window_tokens=16)
+    out = quantize(params, CONFIG, tmp_path / "o", text=text, tokenizer=folder, tokens=32, sequence_length=16)
     artifact = Artifact.open(out)
     assert artifact.tokenizer_path == out / "tokenizer.json"
     assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     assert (out / "generation_config.json").exists() and not (out / "model.safetensors").exists()
     assert artifact.manifest["calibration"]["window_tokens"] == 16
     again = quantize(
-        params, CONFIG, tmp_path / "p", text=text.read_text(), tokenizer=folder, windows=2, window_tokens=16
+        params, CONFIG, tmp_path / "p", text=text.read_text(), tokenizer=folder, tokens=32, sequence_length=16
     )
     assert (again / "manifest.json").read_bytes() == (out / "manifest.json").read_bytes()
 
 
 def test_windows_of_text(tmp_path, tokenizer):
-    got = token_windows(["abcdefgh", "ijklmnop"], CONFIG, tokenizer, length=5)
+    made = calibration_text(["abcdefgh", "ijklmnop"], CONFIG, tokenizer, sequence_length=5)
+    got = made.windows.tokens
+    assert made.count == 4 and [s["windows"] for s in made.facts()["texts"]] == [2, 2]
     assert got.tolist() == [[0, 2, 3, 4, 5], [0, 6, 7, 8, 9], [0, 10, 11, 12, 13], [0, 14, 15, 16, 17]]
-    assert token_windows(np.arange(30), CONFIG, length=10).shape == (3, 10)
-    assert token_windows(list(range(29)) * 3, CONFIG, length=999).shape == (2, 32)  # never beyond the model
+    assert calibration_text(np.arange(30), CONFIG, sequence_length=10).windows.tokens.shape == (3, 10)
+    whole = calibration_text(list(range(29)) * 3, CONFIG, sequence_length=999).windows
+    assert whole.tokens.shape == (2, 32)  # never beyond the model
+    few = calibration_text(np.arange(30), CONFIG, tokens=6, sequence_length=3)
+    assert few.count == 2 and len(few.windows.tokens) == 4  # twice as many to choose from
+    ready = calibration_text(np.arange(20).reshape(2, 10), CONFIG)
+    assert ready.windows.tokens.shape == (2, 10) and ready.count == 2
+    (tmp_path / "lines.jsonl").write_text('{"text": "abcd"}\n\n{"text": "efgh", "more": 1}\n')
+    lines = calibration_text(tmp_path / "lines.jsonl", CONFIG, tokenizer, sequence_length=5)
+    assert lines.windows.tokens[0].tolist() == [0, 2, 3, 4, 5]
+    (tmp_path / "lines.jsonl").write_text('{"text": "abcd"}\n["efgh"]\n')
+    with pytest.raises(UsageError, match='line 2 of .* is not a JSON object with a "text"'):
+        calibration_text(tmp_path / "lines.jsonl", CONFIG, tokenizer)
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(UsageError, match="is empty"):
-        token_windows(tmp_path / "empty.txt", CONFIG, tokenizer)
+        calibration_text(tmp_path / "empty.txt", CONFIG, tokenizer)
 
 
 def test_expert_that_no_token_reaches_is_named_and_not_free(tmp_path, params):
@@ -124,7 +137,7 @@ def test_expert_that_no_token_reaches_is_named_and_not_free(tmp_path, params):
     broken = unflatten(
         {**flatten(params), "layers/router/kernel": router, "embed/embedding": np.ones((30, 16), np.float32)}
     )
-    out = quantize(broken, CONFIG, tmp_path / "o", text=np.arange(30), window_tokens=8)
+    out = quantize(broken, CONFIG, tmp_path / "o", text=np.tile(np.arange(30), 3), tokens=32, sequence_length=16)
     artifact = Artifact.open(out)
     names = artifact.manifest["calibration"]["unrouted"]
     table = artifact.table()
