@@ -143,9 +143,9 @@ def block_pages(block: QuantizedLike, weight: np.ndarray | None, geometry: Geome
 def unpack_block(
     pages: np.ndarray, geometry: Geometry, matrix: int
 ) -> tuple[np.ndarray, dict[int, np.ndarray], np.ndarray]:
-    """Codes ``uint8[N, K]``, tables ``{b: float16[N/G, 2**b]}`` and scales ``float16[N]`` from all host pages of a block.
+    """Codes ``uint8[N, K]``, tables ``{b: float16[N/G, 2**b]}`` and scales ``float16[N]`` of a block.
 
-    Inverse of :func:`block_pages`, but for the 16-bit rows.
+    From all of its host pages: the inverse of :func:`block_pages`, but for the 16-bit rows.
     """
     shape, layout = geometry.shape(matrix), geometry.plane_layout(matrix)
     end = geometry.parent * layout.pages

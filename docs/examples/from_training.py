@@ -72,7 +72,8 @@ def main(folder: Path) -> tuple[list[float], pwjax.Completion]:
 
     # The optimizer's state is left where it is. A parameter tree in memory does as well as a path.
     model = pwjax.quantize(
-        folder / "checkpoint", config, folder / "model.pw", text=TEXT, tokenizer=tokenizer, tokens=256, sequence_length=32
+        folder / "checkpoint", config, folder / "model.pw",
+        text=TEXT, tokenizer=tokenizer, tokens=256, sequence_length=32,
     )
 
     with pwjax.load(model, memory_budget="8MiB", batch=2) as engine:
