@@ -130,3 +130,21 @@ def packed():
         return out.view(np.int32)
 
     return pack
+
+
+@pytest.fixture
+def open_tiny(tiny_artifact):
+    """``open_tiny(pages, **options)``: an engine of the tiny model whose arena has exactly ``pages`` pages.
+
+    Four slots and 290 pages unless told otherwise: programs of one shape are compiled once.
+    """
+    from pwjax.checkpoints.artifact import Artifact
+    from pwjax.loading import load, outlook
+
+    def opened(pages: int = 290, **options):
+        shapes = {"batch": 4, "context": 128, **options}
+        fixed = {k: v for k, v in shapes.items() if k not in ("log", "seed")}
+        memory = outlook(Artifact.open(tiny_artifact), **fixed).memory
+        return load(tiny_artifact, memory.total_bytes - memory.arena_bytes + pages * memory.page_bytes, **shapes)
+
+    return opened

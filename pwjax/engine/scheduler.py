@@ -37,16 +37,23 @@ class Scheduler:
         return not self.waiting and not any(self.slots)
 
     def admit(self) -> list[Sequence]:
-        """Give free slots to waiting sequences, in order, as long as their first pages can be reserved."""
+        """Give free slots to waiting sequences, in order, as long as their first pages can be reserved.
+
+        What runs comes first: pages for one more dispatch of it stay free. Otherwise a sequence that was preempted
+        would come back at once for the pages that it has just given up.
+        """
         admitted = []
         self.blocked_pages = 0
         while self.waiting and None in self.slots:
             sequence = self.waiting[0]
             slot = self.slots.index(None)
             tokens = self._first_tokens(sequence)
-            if not self.kv.reserve(slot, tokens):
-                self.blocked_pages = self.kv.pages_needed(slot, tokens)
+            need = self.kv.pages_needed(slot, tokens)
+            if need + self.growth_pages(self.decode_tokens) > self.kv.allocator.free_pages:
+                self.blocked_pages = need
                 break
+            reserved = self.kv.reserve(slot, tokens)
+            assert reserved
             self.waiting.popleft()
             sequence.slot = slot
             self.slots[slot] = sequence

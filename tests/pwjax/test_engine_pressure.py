@@ -1,0 +1,69 @@
+"""The engine when memory runs out: preemption changes nothing that was said, and every request comes to its end."""
+
+import numpy as np
+import pytest
+
+import pwjax
+from pwjax.engine.sequence import Completion
+
+
+def run(engine, requests, turns: int) -> list[Completion]:
+    """Completions of all requests; fails where they take more than ``turns`` turns of the loop."""
+    for request in requests:
+        engine.submit(request)
+    done = []
+    for _ in range(turns):
+        done += [e for e in engine.step() if isinstance(e, Completion)]
+        if engine.idle:
+            return done
+    raise AssertionError(f"{len(done)} of {len(requests)} requests ended within {turns} turns")
+
+
+def test_a_preempted_request_goes_on_where_it_was(open_tiny):
+    sampling = pwjax.SamplingParams(max_tokens=40, logprobs=0, ignore_eos=True)
+    requests = [pwjax.Request(i, None, tuple(range(7 * i + 1, 9 * i + 12)), sampling) for i in range(3)]
+    with open_tiny(bits=5) as engine:
+        calm = {c.id: c for c in run(engine, requests, 500)}
+        engine.scheduler.reserve_all = False
+        for request in requests:
+            engine.submit(request)
+        disturbed = {}
+        while not engine.idle:
+            if engine.boundaries.index % 2 == 0:
+                before = [list(s.generated) for s in engine.scheduler.running]
+                sequence = engine.scheduler.preempt_newest()
+                assert sequence is None or sequence.generated == before[-1]
+            disturbed |= {e.id: e for e in engine.step() if isinstance(e, Completion)}
+        assert engine.stats()["scheduler"]["preemptions"] > 3
+        engine.parts.kv.check_invariants()
+    for key, result in calm.items():
+        assert disturbed[key].token_ids == result.token_ids
+        got, want = ([entry["logprob"] for entry in c.logprobs] for c in (disturbed[key], result))
+        np.testing.assert_allclose(got, want, atol=1e-3)
+
+
+def random_requests(count: int, seed: int) -> list[pwjax.Request]:
+    rng = np.random.default_rng(seed)
+    requests = []
+    for i in range(count):
+        prompt, new = rng.integers(1, 80), rng.integers(1, 47)
+        sampling = pwjax.SamplingParams(max_tokens=int(new), ignore_eos=True)
+        requests.append(pwjax.Request(i, None, tuple(rng.integers(1, 300, prompt).tolist()), sampling))
+    return requests
+
+
+@pytest.mark.parametrize(
+    ("pages", "count"), [(1 + 48 + 100, 20), pytest.param(1 + 48 + 66, 500, marks=pytest.mark.slow)]
+)
+def test_every_request_ends_in_a_budget_that_is_barely_enough(open_tiny, pages, count):
+    # The lowest weights take 48 pages and the longest request 64: what is left is two pages, or half a sequence.
+    requests = random_requests(count, seed=1)
+    with open_tiny(pages) as engine:
+        done = {c.id: c for c in run(engine, requests, 100 * count)}
+        stats = engine.stats()
+        engine.parts.pager.check_invariants()
+        engine.parts.kv.check_invariants()
+    for request in requests:
+        assert done[request.id].generated_tokens == request.sampling.max_tokens
+    assert stats["scheduler"]["preemptions"] > 0
+    assert stats["memory"]["peak_bytes"] <= stats["memory"]["budget_bytes"]
