@@ -173,7 +173,7 @@ def model_config(path: Path, data: dict) -> ModelConfig:
 
 def end_token_ids(path: Path) -> tuple[int, ...]:
     """Tokens that end a text by ``generation_config.json`` (one or a list) and by the tokenizer of a directory."""
-    ids: list[int] = []
+    ids: list[int | None] = []
     if (path / GENERATION).exists():
         eos = read_json(path / GENERATION).get("eos_token_id")
         ids += [] if eos is None else eos if isinstance(eos, list) else [eos]

@@ -201,7 +201,7 @@ def _parse(line: bytes, index: int, defaults: SamplingParams, vocab_size: int | 
     if isinstance(request_id, bool) or not isinstance(request_id, str | int) or request_id == "":
         raise PromptError(f"id must be a non-empty string or a whole number, got {json.dumps(request_id)}")
     prompt, ids, messages = (value.pop(key, None) for key in ("prompt", "prompt_token_ids", "messages"))
-    if sum(given is not None for given in (prompt, ids, messages)) != 1:
+    if sum(one is not None for one in (prompt, ids, messages)) != 1:
         raise PromptError("give exactly one of prompt, prompt_token_ids and messages")
     if isinstance(request_id, str):
         _check_text("id", request_id)
@@ -212,7 +212,8 @@ def _parse(line: bytes, index: int, defaults: SamplingParams, vocab_size: int | 
     # null means the default, for programs that write every key; only logprobs has a null of its own.
     given = {key: v for key, v in value.items() if v is not None or key == "logprobs"}
     sampling = defaults.with_fields(**{"seed": request_seed(defaults.seed or 0, request_id), **given})
-    request = Request(request_id, prompt, None if ids is None else tuple(ids), sampling, messages)
+    talk = None if messages is None else checked_messages(messages)
+    request = Request(request_id, prompt, None if ids is None else tuple(ids), sampling, talk)
     if vocab_size is not None:
         check_token_ids("prompt_token_ids", request.prompt_token_ids or (), vocab_size)
         check_token_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)

@@ -1,6 +1,7 @@
 """Parameters layer by layer: the same from memory, a checkpoint and an artifact, with one layer in memory."""
 
 import tracemalloc
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -12,6 +13,7 @@ from pwjax.checkpoints.source import ParamSource
 from pwjax.checkpoints.tree import flatten, param_shapes, unflatten
 from pwjax.config import ModelConfig
 from pwjax.errors import ArtifactError
+from pwjax.quantization import quantize
 
 
 def same(left, right):
@@ -60,3 +62,24 @@ def test_writing_a_checkpoint_holds_one_layer(tmp_path):
         assert tracemalloc.get_traced_memory()[1] < allowed
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.slow
+def test_quantizing_a_checkpoint_takes_no_more_memory_for_more_layers(tmp_path, tiny_config):
+    rng = np.random.default_rng(0)
+    peaks, layer_bytes = [], 0
+    for layers in (2, 12):
+        config = replace(tiny_config, num_layers=layers, hidden_size=64, expert_size=64)
+        params = {n: rng.normal(0, 0.1, s).astype(ml_dtypes.bfloat16) for n, s in param_shapes(config).items()}
+        layer_bytes = sum(v.nbytes for n, v in params.items() if n.startswith("layers/")) // layers
+        folder = save_hf(tmp_path / f"hf{layers}", config, unflatten(params))
+        del params
+        checkpoint = HFCheckpoint(folder)
+        tracemalloc.start()
+        try:
+            quantize(checkpoint.source().tree(), config, tmp_path / f"{layers}.pw", bits="2", lut_rows=8)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    # Ten layers more would be ten times this; damage tables and the report grow a little.
+    assert peaks[1] - peaks[0] < layer_bytes, (peaks, layer_bytes)
