@@ -5,6 +5,7 @@ kmeans_seed   seed_borders: the first of them, close to the optimum
 anyprecision  quantize_block, dequantize: one expert matrix at every width
 lut_groups    choose_lut_rows: how many rows share a table, and the page size
 sensitivity   squared_gradients, routing_shares, paper_damage: what a weight, and a block, is worth
+refine        refine_block: tables by least squares against the inputs' second moment
 packs         pack_block: matrices of any-precision-llm packs as blocks
 text          windows: calibration text to token windows
 residual      Samples, fit_heads, judge: how much more one sequence suffers than the average one

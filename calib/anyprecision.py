@@ -25,7 +25,7 @@ class QuantizedBlock:
     """One matrix at every width.
 
     ``codes`` uint8[N, K] at the parent width (the code at b bits is ``codes >> (parent - b)``), ``luts``
-    {b: float16[N/G, 2**b]} ascending, ``scales`` float16[N].
+    {b: float16[N/G, 2**b]}, ascending as quantize_block makes them, ``scales`` float16[N].
     """
 
     codes: np.ndarray

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from calib.anyprecision import QuantizedBlock, dequantize, quantize_block
+from calib.refine import refine_block
 from calib.sensitivity import fill_unrouted, squared_gradients
 from calib.text import windows as cut_windows
 from pwjax import models
@@ -76,26 +77,6 @@ def input_moments(config, params: dict, windows: np.ndarray) -> list[np.ndarray]
         for total, part in zip(out, moments, strict=True):
             total[index] = np.asarray(part, np.float64)
     return out
-
-
-def refined(block: QuantizedBlock, weight: np.ndarray, moment: np.ndarray, bits: int, ridge: float) -> QuantizedBlock:
-    """``block`` with the table of ``bits`` that minimizes ``tr (W - W_b) H (W - W_b)^T``, codes and scales fixed.
-
-    H is ``moment`` float64[K, K] plus ``ridge`` times its mean diagonal; the old table is where the ridge of an empty
-    code pulls to.
-    """
-    rows, cols = weight.shape
-    h = moment + ridge * np.trace(moment) / cols * np.eye(cols)
-    count, group = 1 << bits, rows // len(block.luts[bits])
-    picks = ((block.codes >> (block.parent - bits))[..., None] == np.arange(count)).astype(np.float64)
-    picks *= block.scales.astype(np.float64)[:, None, None]
-    pushed = picks.transpose(0, 2, 1) @ h  # [N, C, K]
-    left = (pushed @ picks).reshape(-1, group, count, count).sum(1)
-    right = (pushed @ weight[..., None].astype(np.float64)).reshape(-1, group, count).sum(1)
-    tiny = 1e-9 * np.trace(left, axis1=1, axis2=2)[:, None] / count
-    old = block.luts[bits].astype(np.float64)
-    table = np.linalg.solve(left + tiny[..., None] * np.eye(count), (right + tiny * old)[..., None])[..., 0]
-    return QuantizedBlock(block.codes, {**block.luts, bits: table.astype(np.float16)}, block.scales)
 
 
 def blocks(stack: np.ndarray) -> np.ndarray:
@@ -177,7 +158,7 @@ def main() -> None:
         for name, arm in arms.items():
             better = [
                 [
-                    refined(b, w, h, bits, args.ridge)
+                    refine_block(b, w, h, (bits,), args.ridge)
                     for b, w, h in zip(arm[m], blocks(flat[n]), blocks(moments[m]), strict=True)
                 ]
                 for m, n in enumerate(EXPERTS)
