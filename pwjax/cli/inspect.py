@@ -10,16 +10,25 @@ import numpy as np
 from pwjax.checkpoints.artifact import Artifact
 from pwjax.checkpoints.manifest import DENSE
 from pwjax.cli.options import json_option
-from pwjax.errors import ArtifactError
+from pwjax.errors import ArtifactError, UsageError
 from pwjax.units import format_bytes
 
 
 @click.command()
 @click.argument("model", metavar="[OUT]", required=False)
 @click.option("--verify", is_flag=True, help="Read every byte and check it against checksums.")
+@click.option("--log", metavar="LOG", help="Summarize a run instead, from its epoch log.")
+@click.option("--plot", metavar="DIR", help="With --log: write timeline.png and bits.png into DIR.")
 @json_option
-def command(model: str | None, verify: bool, as_json: bool) -> None:
-    """Summarize the quantized model OUT (default: the bundled one), or verify it."""
+def command(model: str | None, verify: bool, log: str | None, plot: str | None, as_json: bool) -> None:
+    """Summarize the quantized model OUT (default: the bundled one), or verify it; or summarize a run by its log."""
+    if log is not None:
+        if model is not None or verify:
+            raise UsageError("--log summarizes a run: give no model and no --verify with it")
+        inspect_log(log, plot, as_json)
+        return
+    if plot is not None:
+        raise UsageError("--plot draws a run: add --log LOG")
     from pwjax.loading import open_model
 
     artifact = open_model(model)
@@ -32,6 +41,19 @@ def command(model: str | None, verify: bool, as_json: bool) -> None:
         count = f"{len(problems)} problem{'s' * (len(problems) > 1)}"
         fix = "quantize anew, or copy it again"
         raise ArtifactError(f"{artifact.path} is damaged, {count} found: {problems[0]}; {fix}")
+
+
+def inspect_log(log: str, plot: str | None, as_json: bool) -> None:
+    """Print the summary of a run, and draw it into the folder ``plot``."""
+    from pwjax.plots import plot_run
+    from pwjax.run_summary import summarize_log
+
+    summary = summarize_log(log)
+    written = [str(path) for path in plot_run(summary, plot)] if plot else []
+    if as_json:
+        click.echo(json.dumps({**summary.to_json(), "plots": written}))
+    else:
+        click.echo("\n".join([summary.render(), *(f"wrote {path}" for path in written)]))
 
 
 def summarize(artifact: Artifact) -> dict[str, Any]:
