@@ -108,7 +108,7 @@ class Unquantized:
     config: ModelConfig
     geometry: Geometry
 
-    def table(self, kind: str | None = None) -> BlockTable:
+    def table(self, kind: str | None = None, preferred: str | None = None) -> BlockTable:
         """Pages as they will be; ``kind`` of damage makes no difference."""
         geometry, config = self.geometry, self.config
         params = np.array([geometry.shape(m).params for m in (0, 1)], float)

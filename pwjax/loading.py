@@ -106,7 +106,7 @@ def outlook(
         chosen = get_policy("uniform" if bits is not None else policy)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    table = artifact.table(chosen.damage_form)
+    table = artifact.table(preferred=chosen.damage_form)
     context = config.max_positions if context is None else context
     if not 2 <= context <= config.max_positions:
         raise UsageError(f"--context must be from 2 to the model's {config.max_positions} tokens, got {context}")

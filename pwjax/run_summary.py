@@ -99,12 +99,12 @@ def sparkline(at: np.ndarray, values: np.ndarray, columns: int = COLUMNS) -> str
     shown = values[np.searchsorted(at, edges, side="right") - 1]
     low, high = values.min(), values.max()
     scaled = (shown - low) / (high - low) if high > low else np.ones_like(shown)
-    return "".join(BARS[int(round(x * (len(BARS) - 1)))] for x in scaled)
+    return "".join(BARS[round(float(x) * (len(BARS) - 1))] for x in scaled)
 
 
 def heat_lines(title: str, heat: np.ndarray) -> list[str]:
     """A line a layer, a character an expert: its mean bits, rounded; ``#`` above 9."""
     lines = [f"{title} (a row is a layer, a column an expert; # is 16)"]
     for layer, row in enumerate(heat):
-        lines.append(f"{layer:>5} " + "".join("#" if bits > 9 else str(int(round(bits))) for bits in row))
+        lines.append(f"{layer:>5} " + "".join("#" if bits > 9 else str(round(float(bits))) for bits in row))
     return lines

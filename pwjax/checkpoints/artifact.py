@@ -59,14 +59,14 @@ class Artifact:
         path = self.path / "tokenizer.json"
         return path if path.exists() else None
 
-    def table(self, kind: str | None = None) -> BlockTable:
+    def table(self, kind: str | None = None, preferred: str | None = None) -> BlockTable:
         """What the planner works from; ``kind`` names a damage table, None the one that calibration found best.
 
-        ArtifactError where the artifact has no such table.
+        ``preferred`` is taken in its place where the artifact has it. ArtifactError where the artifact has no such table.
         """
         facts = self.manifest["calibration"]
         kinds = facts["damage"]
-        kind = kind or facts.get("default", kinds[0])
+        kind = kind or (preferred if preferred in kinds else facts.get("default", kinds[0]))
         if kind not in kinds:
             raise ArtifactError(f"{self.path} has no damage table {kind!r}; it has {', '.join(kinds)}")
         tables = self.calibration_tables()

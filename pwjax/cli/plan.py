@@ -25,15 +25,23 @@ PARTS = {
 @engine_options
 @click.option("--explain", is_flag=False, flag_value="", metavar="[BLOCK]",
               help="Say how the bits were chosen; of BLOCK (a number, or layer.expert.matrix) in full.")
+@click.option("--trace", metavar="FILE", help="What would happen: play arrivals and lengths from a JSONL file.")
+@click.option("--step-ms", type=click.FloatRange(min=0, min_open=True), default=20.0, show_default=True,
+              help="With --trace: time of a step, for requests that arrive at a second.")
 @json_option
 @quiet_option
 def command(
-    preset: str | None, options: EngineOptions, explain: str | None, as_json: bool, quiet: bool
+    preset: str | None, options: EngineOptions, explain: str | None, trace: str | None, step_ms: float, as_json: bool,
+    quiet: bool,
 ) -> None:
     """Show what fits a memory budget: at which bits, with how much room for the KV cache.
 
     Takes the options of generate, which accepts every budget that is called fitting here. The exit code is 0 also
     where the budget is too small; see "fits" in the JSON. Programs are compiled once to measure them.
+
+    With --trace, the engine's own scheduler, pages and policy play a trace without weights: requests of
+    {"at_step" or "arrival_s", "prompt_tokens", "max_tokens"}, one a line. It tells the peak of memory, the course of
+    bits and KV pages, and how many requests are preempted or refused.
 
     With --preset, or a Hugging Face config.json (or its directory) as --model, the table of bytes at every width comes
     first, and the budget is divided only where one is given.
@@ -47,12 +55,22 @@ def command(
     from pwjax import environment
     from pwjax.loading import open_model
 
+    arrivals = None
+    if trace is not None:
+        from pwjax.engine.trace import read_trace
+
+        arrivals = read_trace(trace, step_ms)
     environment.enable_compile_cache()
     report = None if quiet else told_once(lambda what: click.echo(f"compiling {what}", err=True))
     view, smallest = look(open_model(options.model) if model is None else model, options, report)
     summary = summarize(view, smallest, options)
     if explain is not None:
         summary["explain"] = explained(view.plan, explain)
+    if arrivals and summary["fits"]:
+        from pwjax.simulate import simulate
+
+        played = simulate(view, arrivals)
+        summary["trace"] = {**played.to_json(), "text": played.render()}
     if found is not None:
         summary["bytes"] = found
     text = render(summary) if found is None else f"{plan_table.render(found)}\n\n{render(summary)}"
@@ -157,4 +175,6 @@ def render(summary: dict[str, Any]) -> str:
         ]
     if "explain" in summary:
         lines += ["", summary["explain"]]
+    if "trace" in summary:
+        lines += ["", summary["trace"]["text"]]
     return "\n".join(lines)

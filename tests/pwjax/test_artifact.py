@@ -104,7 +104,8 @@ def test_calibration_names_the_table_that_the_planner_takes(copy):
     manifest["files"]["calibration/tables.safetensors"]["bytes"] = path.stat().st_size
     (copy / "manifest.json").write_text(json.dumps(manifest))
     artifact = Artifact.open(copy)
-    table, paper = artifact.table(), artifact.table("paper")
+    table, paper = artifact.table(), artifact.table(preferred="paper")
+    assert artifact.table(preferred="directional").conditional, "what is not there cannot be preferred"
     assert np.allclose(table.expected, 1.5 * paper.expected) and table.conditional and not paper.conditional
     assert (table.floors == 3).all() and table.heads is not None and table.heads.shape == (2, 5)
     del tables["residual/low"]
