@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from planner.damage import Prices, steps
-from planner.floors import bucket, highest, staged
+from planner.floors import highest, staged
 from planner.observe import Observation, leaving
 from planner.plan import Plan, PlanStatus
 from planner.solve import promote
@@ -136,7 +136,9 @@ class PaperPolicy:
 
     def _buckets(self, table: BlockTable, mass: np.ndarray) -> np.ndarray:
         """Bucket int64[n] of every block by the routing mass of its expert (eq. 1), within its layer."""
-        return np.repeat(np.stack([bucket(layer, self.quantiles) for layer in shares(mass)]).ravel(), 2)
+        share = shares(mass)
+        above = share[..., None] > np.quantile(share, self.quantiles, axis=1).T[:, None, :]
+        return np.repeat(above.sum(axis=-1).ravel(), 2)
 
     def _plan_all(self, o: Observation, mass: np.ndarray | None) -> list[Queued]:
         """The queue: one entry a stage, safest first."""
@@ -174,23 +176,23 @@ class PaperPolicy:
 def order(damage: np.ndarray, pages: np.ndarray, start: np.ndarray) -> Actions:
     """All reductions from ``start`` int64[n] down, greedy: always the next step with the least damage a page."""
     n, width = pages.shape
-    rows = np.arange(n)
-    from_pages, from_damage = pages[rows, start], damage[rows, start]
-    key, size = np.full((n, width), np.inf), np.zeros((n, width), np.int64)
-    added, last = np.zeros((n, width)), np.full(n, -np.inf)
-    for to in range(width - 2, -1, -1):
-        released = from_pages - pages[:, to]
+    # One contiguous row a width, the widest first.
+    damage, pages, rows = np.ascontiguousarray(damage.T), np.ascontiguousarray(pages.T), np.arange(n)
+    from_pages, from_damage = pages[start, rows], damage[start, rows]
+    key, size = np.full((width - 1, n), np.inf), np.zeros((width - 1, n), np.int64)
+    added, last = np.zeros((width - 1, n)), np.full(n, -np.inf)
+    for k, to in enumerate(range(width - 2, -1, -1)):
+        released, cost = from_pages - pages[to], damage[to] - from_damage
         legal = (to < start) & (released > 0)
-        cost = damage[:, to] - from_damage
         # A step that is cheaper than the one before it is taken right after it.
         last = np.where(legal, np.maximum(last, cost / np.maximum(released, 1)), last)
-        key[legal, to], size[legal, to], added[legal, to] = last[legal], released[legal], cost[legal]
-        from_pages, from_damage = np.where(legal, pages[:, to], from_pages), np.where(legal, damage[:, to], from_damage)
-    # A block's wider steps first among equal keys.
-    flat = np.flatnonzero(np.isfinite(key[:, ::-1]))
-    taken = flat[np.argsort(key[:, ::-1].ravel()[flat], kind="stable")]
-    block, to = taken // width, width - 1 - taken % width
-    return Actions(block, to, size[block, to], added[block, to])
+        key[k], size[k], added[k] = np.where(legal, last, np.inf), released, cost
+        from_pages, from_damage = np.where(legal, pages[to], from_pages), np.where(legal, damage[to], from_damage)
+    key = key.T.ravel()
+    found = np.flatnonzero(np.isfinite(key))
+    taken = found[np.argsort(key[found], kind="stable")]
+    block, k = taken // max(width - 1, 1), taken % max(width - 1, 1)
+    return Actions(block, width - 2 - k, size[k, block], added[k, block])
 
 
 def _after(level: np.ndarray, actions: Actions) -> np.ndarray:

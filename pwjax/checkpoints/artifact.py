@@ -62,7 +62,8 @@ class Artifact:
     def table(self, kind: str | None = None, preferred: str | None = None) -> BlockTable:
         """What the planner works from; ``kind`` names a damage table, None the one that calibration found best.
 
-        ``preferred`` is taken in its place where the artifact has it. ArtifactError where the artifact has no such table.
+        ``preferred`` is taken in its place where the artifact has it. ArtifactError where the artifact has no table
+        of that name.
         """
         facts = self.manifest["calibration"]
         kinds = facts["damage"]
