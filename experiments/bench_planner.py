@@ -96,7 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=31)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--gap", type=int, default=0, metavar="N", help="plans to compare with an exact solver, a model")
+    parser.add_argument("--gap", type=int, default=0, metavar="N", help="plans a model to compare with an exact solver")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     report = {"settings": vars(args), "machine": platform.processor(), "numpy": np.__version__, "models": {}}
