@@ -32,10 +32,12 @@ class Importance(NamedTuple):
 
 
 class PieceErrors(NamedTuple):
-    """Damage of a piece of routed tokens: ``damage`` float64[2 matrices, B, 2 forms, C, m], 0 in unused rows, and
+    """Damage of a piece of routed tokens: ``damage`` float64[2 matrices, B, 2 forms, C, m] and ``moments`` float64[2
+    matrices, B, C, m], what gated squared inputs and :func:`column_energy` say of it, both 0 in unused rows; and
     ``inner`` float32[C, m, I], what ``down`` reads at 16 bits."""
 
     damage: np.ndarray
+    moments: np.ndarray
     inner: np.ndarray
 
 
@@ -60,23 +62,26 @@ def piece_errors(
 
     ``exact`` and ``point`` are ``(gate_up, down)``, ``widths`` the same with a leading axis B.
     """
-    damage, inner = _errors(functions, rows, jnp.asarray(fisher, jnp.float32), exact, point, widths)
-    shape = (*damage.shape[:3], *rows.used.shape)
-    return PieceErrors(np.asarray(damage, np.float64).reshape(shape), np.asarray(inner).reshape(*shape[3:], -1))
+    damage, moments, inner = _errors(functions, rows, jnp.asarray(fisher, jnp.float32), exact, point, widths)
+    by_row = lambda a: np.asarray(a, np.float64).reshape(*a.shape[:-1], *rows.used.shape)  # noqa: E731
+    return PieceErrors(by_row(damage), by_row(moments), np.asarray(inner).reshape(*rows.used.shape, -1))
 
 
 class Measured(NamedTuple):
     """Sums over the routed tokens of one expert, in all and for each of n sequences.
 
     ``tokens`` int64[]; ``total`` and ``square`` float64[2 forms, 2 matrices, B] of the damage and of its square;
-    ``by_sequence`` float64[n, 2 forms, 2 matrices, B] of the damage; ``norms`` float64[n, 2 matrices, 4] of what a
-    matrix reads: gates, gates times norms, gates times squared norms, and the largest norm.
+    ``counts`` int64[n] tokens of a sequence, ``by_sequence`` float64[n, 2 forms, 2 matrices, B] of the damage,
+    ``moments`` float64[n, 2 matrices, B] of :class:`PieceErrors`; ``norms`` float64[n, 2 matrices, 4] of what a matrix
+    reads: gates, gates times norms, gates times squared norms, and the largest norm.
     """
 
     tokens: np.ndarray
     total: np.ndarray
     square: np.ndarray
+    counts: np.ndarray
     by_sequence: np.ndarray
+    moments: np.ndarray
     norms: np.ndarray
 
 
@@ -96,15 +101,16 @@ def measure(
     """
     sequences, shape = int(trace.sequences[-1]) + 1, (len(FORMS), 2, len(widths[0]))
     exact, point, widths = jax.tree.map(jnp.asarray, (exact, point, widths))
-    tokens, square, by_sequence = 0, np.zeros(shape), np.zeros((sequences, *shape))
-    norms = np.zeros((sequences, 2, 4))
+    square, by_sequence, counts = np.zeros(shape), np.zeros((sequences, *shape)), np.zeros(sequences, np.int64)
+    moments, norms = np.zeros((sequences, *shape[1:])), np.zeros((sequences, 2, 4))
     for rows in trace.rows(expert):
         errors = piece_errors(functions, rows, trace.fisher, exact, point, widths)
         values = errors.damage.transpose(3, 2, 0, 1, 4)  # [C, forms, matrices, B, m]
-        tokens += int(rows.used.sum())
         square += np.square(values).sum((0, 4))
         filled = rows.sequence >= 0
+        np.add.at(counts, rows.sequence[filled], rows.used[filled].sum(-1))
         np.add.at(by_sequence, rows.sequence[filled], values[filled].sum(-1))
+        np.add.at(moments, rows.sequence[filled], errors.moments.transpose(2, 0, 1, 3)[filled].sum(-1))
         for matrix, read in enumerate((rows.inputs, errors.inner)):
             norm, gate = np.linalg.norm(read, axis=-1).astype(np.float64) * rows.used, rows.gates
             sums = np.stack([gate, gate * norm, gate * norm**2], -1).sum(1)
@@ -112,7 +118,19 @@ def measure(
             np.maximum.at(norms[:, matrix, 3], rows.sequence[filled], norm.max(1)[filled])
         if observe is not None:
             observe(trace.layer, expert, rows, errors)
-    return Measured(np.int64(tokens), by_sequence.sum(0), square, by_sequence, norms)
+    return Measured(counts.sum(), by_sequence.sum(0), square, counts, by_sequence, moments, norms)
+
+
+def column_energy(fisher: jax.Array, exact: tuple, widths: tuple) -> tuple[jax.Array, jax.Array]:
+    """Error ``sum_rows r (W - W_b)^2`` that each input column carries to the layer's output: (float32[B, H], [B, I]).
+
+    A row of ``down`` weighs ``fisher`` float32[H]; a row of ``gate_up`` what the column of ``down`` that follows it
+    passes on, activations left out.
+    """
+    through = fisher @ exact[1] ** 2
+    rows = jnp.tile(through, exact[0].shape[0] // through.size), fisher
+    energy = lambda r, wide, w: jnp.einsum("r,brk->bk", r, (wide - w) ** 2)  # noqa: E731
+    return energy(rows[0], widths[0], exact[0]), energy(rows[1], widths[1], exact[1])
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
@@ -139,7 +157,8 @@ def _squared_gradients(functions: Functions, state, weights, rows: Rows):
 
 @partial(jax.jit, static_argnums=0)
 def _errors(functions: Functions, rows: Rows, fisher, exact, point, widths):
-    """Damage float32[2 matrices, B, 2 forms, R] of each row, and the exact input of ``down`` [R, I]."""
+    """Damage float32[2 matrices, B, 2 forms, R] and moments [2, B, R] of each row, and the exact input of ``down``
+    [R, I]."""
     inner = functions.inner
     x, gradient = (a.reshape(-1, a.shape[-1]) for a in (rows.inputs, rows.gradients))
     gate = rows.gates.reshape(-1, 1)
@@ -151,4 +170,6 @@ def _errors(functions: Functions, rows: Rows, fisher, exact, point, widths):
 
     gate_up = lax.map(lambda w: damage((inner(x, w) - exact_inner) @ point[1].T), widths[0])
     down = lax.map(lambda w: damage(point_inner @ (w - exact[1]).T), widths[1])
-    return jnp.stack([gate_up, down]), exact_inner
+    reads = zip(column_energy(fisher, exact, widths), (x, exact_inner), strict=True)
+    moments = jnp.stack([0.5 * energy @ ((gate * read) ** 2).T for energy, read in reads])
+    return jnp.stack([gate_up, down]), moments, exact_inner

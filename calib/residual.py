@@ -11,8 +11,8 @@ was seen. Norms are of what the matrix reads, over the tokens of the sequence th
 two weighted by the gate: ``mean = sum g |x| / sum g``, ``RMS = sqrt(sum g |x|^2 / sum g)``.
 
 Two forms are fitted. ``paper`` has the three norms. ``moments`` has one number: the logarithm of
-``sum_k E[g^2 x_k^2] e_k`` over its average, where ``e_k = sum_rows r (W - W_b)^2`` is the error that column ``k`` of
-the matrix carries to the layer's output, ``r`` being the weight of an output row there.
+``sum_k E[g^2 x_k^2] e_k`` over its average, ``e_k`` being the error that column ``k`` of the matrix carries to the
+layer's output (:func:`calib.blocks.column_energy`).
 
 n sequences, L layers, E experts, 2 matrices, B widths.
 """
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from calib.agreement import bootstrap
-from calib.rows import Rows
+from calib.blocks import FORMS, Measured
 
 # Fewer routed tokens say nothing about a sequence.
 LEAST_TOKENS = 8
@@ -42,34 +42,12 @@ class Samples(NamedTuple):
     moments: np.ndarray
 
     @classmethod
-    def empty(cls, sequences: int, layers: int, experts: int, widths: int) -> "Samples":
-        """All zeros."""
-        shape = sequences, layers, experts
-        zeros = np.zeros
-        return cls(
-            zeros(shape), zeros(shape), zeros((*shape, 2, 3)), zeros((*shape, 2, widths)), zeros((*shape, 2, widths))
-        )
-
-    def add(
-        self, layer: int, expert: int, rows: Rows, inner: np.ndarray, damage: np.ndarray, energy: tuple[np.ndarray, ...]
-    ) -> None:
-        """Count a piece of routed tokens.
-
-        ``inner`` float[C, m, I] is what ``down`` reads, ``damage`` float64[2, B, C, m] of each token, ``energy``
-        (float64[B, H], float64[B, I]) from :func:`column_energy`.
-        """
-        at = rows.sequence, layer, expert
-        used, gates = rows.used, np.where(rows.used, rows.gates, 0).astype(np.float64)
-        np.add.at(self.tokens, at, used.sum(1))
-        np.add.at(self.gates, at, gates.sum(1))
-        np.add.at(self.damage, at, damage.sum(-1).transpose(2, 0, 1))
-        for matrix, values in enumerate((rows.inputs, inner)):
-            square = np.square(values, dtype=np.float64) * used[..., None]
-            norm = np.sqrt(square.sum(-1))
-            np.add.at(self.norms, (*at, matrix, 0), (gates * norm).sum(1))
-            np.add.at(self.norms, (*at, matrix, 1), (gates * norm**2).sum(1))
-            np.maximum.at(self.norms, (*at, matrix, 2), norm.max(1, initial=0))
-            np.add.at(self.moments, (*at, matrix), np.einsum("cm,cmk->ck", gates**2, square) @ energy[matrix].T)
+    def of(cls, measured: Measured, form: str, fallback: bool) -> "Samples":
+        """From what calibration measured, leading axes [L, E]; ``fallback`` adds 16 bits, which are without damage."""
+        wide = lambda a: np.concatenate([a, np.zeros((*a.shape[:-1], 1))], -1) if fallback else a  # noqa: E731
+        norms, damage = measured.norms, measured.by_sequence[:, :, :, FORMS.index(form)]
+        parts = measured.counts, norms[..., 0, 0], norms[..., 1:], wide(damage), wide(measured.moments)
+        return cls(*(np.moveaxis(part, 2, 0).astype(np.float64) for part in parts))
 
     def features(self) -> np.ndarray:
         """float64[n, L, E, 2, 4]: mean, RMS and maximum norm, and 1; zeros where a sequence did not use the expert."""
@@ -79,21 +57,6 @@ class Samples(NamedTuple):
         )
         used = np.broadcast_to(gates > 0, mean.shape).astype(float)
         return np.stack([mean, np.sqrt(square), self.norms[..., 2], used], -1)
-
-
-def column_energy(exact: tuple, widths: tuple, fisher: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Error that each input column carries to the layer's output, ``(float64[B, H], float64[B, I])``.
-
-    ``exact`` is ``(gate_up [2I, H], down [H, I])``, ``widths`` the same with a leading axis B; ``fisher`` float64[H].
-    A row of ``down`` weighs ``fisher``, a row of ``gate_up`` what the column of ``down`` that follows it passes on.
-    """
-    gate_up, down = (np.asarray(w, np.float64) for w in exact)
-    through = (fisher[:, None] * down**2).sum(0)
-    rows = np.tile(through, gate_up.shape[0] // through.size), fisher
-    return tuple(  # pyright: ignore[reportReturnType]
-        np.einsum("r,brk->bk", weight, np.square(np.asarray(wide, np.float64) - matrix))
-        for weight, wide, matrix in zip(rows, widths, (gate_up, down), strict=True)
-    )
 
 
 class Heads(NamedTuple):
@@ -184,6 +147,60 @@ def split(sources: np.ndarray, seed: int, share: float = 2 / 3) -> np.ndarray:
         own = rng.permutation(np.flatnonzero(sources == source))
         fitted[own[: max(1, min(round(share * own.size), own.size - 1))]] = True
     return fitted
+
+
+def residual(
+    measured: Measured, sources: np.ndarray, widths: tuple[int, ...], form: str, seed: int = 0
+) -> tuple[dict[str, np.ndarray], dict]:
+    """Fit and judge both forms: arrays for the tables, and the ``residual`` part of a report, JSON-ready.
+
+    ``measured`` has leading axes [L, E], ``sources`` int[n] the text of each sequence, ``widths`` of the tables, 16
+    included where there is a fallback; ``form`` of damage. The arrays are those of ``planner.ResidualHeads``, and none
+    where the ``paper`` form does not lower the error of sequences that it was not fitted to: the residual is then off.
+    ``moments`` is judged only, since running programs do not sum moments.
+    """
+    samples, fitted = Samples.of(measured, form, widths[-1] == 16), split(sources, seed)
+    features = {"paper": samples.features()[..., None, :], "moments": moments_feature(samples, fitted)}
+    heads = {name: fit_heads(feature, samples, fitted) for name, feature in features.items()}
+    verdicts = {name: judge(samples, heads[name].factor(features[name]), fitted, seed) for name in features}
+    on = verdicts["paper"]["helps"]
+    arrays = heads["paper"]._asdict()
+    found = {
+        "fitted": int(fitted.sum()),
+        "held_out": int((~fitted).sum()),
+        "damage": form,
+        "forms": {
+            name: {
+                "verdict": verdicts[name],
+                "used": name == "paper" and on,
+                "heads": [
+                    {
+                        "matrix": ("gate_up", "down")[matrix],
+                        "transition": f"{widths[j + 1]} to {widths[j]}",
+                        "r2": float(heads[name].held_out_r2[matrix, j]),
+                        "confidence": float(heads[name].confidence[matrix, j]),
+                    }
+                    for matrix in (0, 1)
+                    for j in reversed(range(len(widths) - 1))
+                ],
+            }
+            for name in features
+        },
+        "notes": _notes(verdicts),
+    }
+    kept = ("weights", "confidence", "low", "high")
+    return ({f"residual/{name}": arrays[name] for name in kept} if on else {}), found
+
+
+def _notes(verdicts: dict) -> list[str]:
+    """Which form failed, and what follows."""
+    failed = [name for name, verdict in verdicts.items() if not verdict["helps"]]
+    notes = [f"{name} does not lower the error of sequences that it was not fitted to" for name in failed]
+    if "paper" in failed:
+        notes.append("the prompt residual is off")
+    if verdicts["moments"]["helps"]:
+        notes.append("moments would help; it is not in force, since running programs do not sum second moments")
+    return notes
 
 
 def _targets(samples: Samples, fitted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -41,7 +41,7 @@ from pwjax.streamed import CodedExperts, StreamedDecoder
 NAMES = ("gate_up", "down")
 
 # Part of what interrupted work is bound to: raise it when the same inputs would give other tables.
-ALGORITHM = "streamed/1"
+ALGORITHM = "streamed/2"
 
 # The damage form that predicts measured KL best, and bits of all other blocks while a block's damage is measured.
 DEFAULT_FORM = "output"

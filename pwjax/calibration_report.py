@@ -1,4 +1,4 @@
-"""The calibration report of an artifact: what its tables say, and whether that is true. JSON, and a page to read."""
+"""Calibrating an artifact anew, and the report on it: what its tables say, and whether that is true."""
 
 import json
 from pathlib import Path
@@ -8,9 +8,14 @@ import numpy as np
 
 from calib.damage import few_tokens
 from calib.report_page import draw, page
+from calib.residual import residual
 from planner import BlockTable
+from pwjax.calibration import calibrate
+from pwjax.calibration_text import Text
 from pwjax.checkpoints.artifact import Artifact
 from pwjax.checkpoints.manifest import dumps
+from pwjax.checkpoints.tables import write_tables
+from pwjax.progress import Progress, silent
 
 # Blocks that are named one by one.
 NAMED = 20
@@ -24,8 +29,33 @@ def forms(artifact: Artifact) -> dict[str, BlockTable]:
     return {name: artifact.table(name) for name in sorted(names, key=lambda name: name != default)}
 
 
-def build(artifact: Artifact, truth: dict | None = None, residual: dict | None = None) -> dict[str, Any]:
-    """The report, JSON-ready. ``truth`` from ``evaluate.truth.check_truth``, ``residual`` from calibration."""
+def recalibrate(
+    path: Path, text: Text, *, tokens: int, sequence_length: int, seed: int = 0, progress: Progress = silent
+) -> dict:
+    """Write new tables into the artifact at ``path``, and return the ``residual`` part of a report.
+
+    Arguments as in :func:`pwjax.calibration.calibrate`. Heads of the prompt residual are written where they help.
+    """
+    made = calibrate(path, text, tokens=tokens, sequence_length=sequence_length, seed=seed, progress=progress)
+    artifact = Artifact.open(path)
+    sources = np.repeat(np.arange(len(made.summary["texts"])), [t["windows"] for t in made.summary["texts"]])
+    point, form = made.summary["points"][0], made.summary["default"]
+    arrays, found = residual(made.sequences[point], sources, artifact.geometry.all_bits, form, seed)
+    facts = {"damage": form, "point": point, "heads": "paper" if arrays else "none: they do not help"}
+    write_tables(path, {**made.tables, **arrays}, {**made.summary, "residual": facts})
+    return found
+
+
+def choose_default(artifact: Artifact, form: str) -> Artifact:
+    """Make ``form`` the damage table that the planner takes; returns the artifact as it is then."""
+    facts = artifact.manifest["calibration"]
+    if facts.get("default") != form:
+        write_tables(artifact.path, artifact.calibration_tables(), {**facts, "default": form})
+    return Artifact.open(artifact.path)
+
+
+def build(artifact: Artifact, truth: dict | None = None, heads: dict | None = None) -> dict[str, Any]:
+    """The report, JSON-ready. ``truth`` from ``evaluate.truth.check_truth``, ``heads`` from :func:`recalibrate`."""
     tables = forms(artifact)
     default, table = next(iter(tables.items()))
     facts, arrays = artifact.manifest["calibration"], artifact.calibration_tables()
@@ -45,7 +75,7 @@ def build(artifact: Artifact, truth: dict | None = None, residual: dict | None =
         "decisive": _decisive(table),
         "few_tokens": few_tokens(arrays["tokens"]) if "tokens" in arrays else [],
         "truth": truth,
-        "residual": residual,
+        "residual": heads,
     }
 
 

@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from calib.residual import Samples, column_energy, fit_heads, judge, moments_feature, split, transitions
-from calib.rows import Rows
+from calib.residual import Samples, fit_heads, judge, moments_feature, split
 
 
 def samples_where(log_ratio, rng, sequences=60, layers=2, experts=6, widths=4):
@@ -64,35 +63,6 @@ def test_experts_without_tokens_change_nothing(rng):
     features = samples.features()
     assert not features[:, 1, 2].any() and (heads.factor(features[..., None, :])[:, 1, 2] == 1).all()
     assert np.isfinite(judge(samples, heads.factor(features[..., None, :]), fitted)["on"])
-    empty = Samples.empty(6, 2, 3, 4)
+    empty = Samples(*(np.zeros((6, *array.shape[1:])) for array in samples))
     nothing = fit_heads(empty.features()[..., None, :], empty, split(np.zeros(6, int), 0))
     assert not nothing.weights.any() and not nothing.confidence.any()
-
-
-def test_pieces_of_tokens_add_up_and_moments_are_exact_for_one_error(rng):
-    """With one wrong column, the squared output error along the Fisher weights is what the moment form says."""
-    hidden, inner, widths = 6, 4, 3
-    exact = rng.normal(size=(2 * inner, hidden)), rng.normal(size=(hidden, inner))
-    fisher = rng.uniform(0.5, 2, hidden)
-    wide = exact[0][None] + np.zeros((widths, 1, 1)), np.repeat(exact[1][None], widths, 0)
-    wide[1][:, :, 2] += rng.normal(size=(widths, hidden))
-    energy = column_energy(exact, wide, fisher)
-    assert not energy[0].any() and not energy[1][:, [0, 1, 3]].any()
-
-    used = np.arange(5) < np.array([5, 3, 0])[:, None]
-    values = rng.normal(size=(3, 5, hidden)) * used[..., None], rng.normal(size=(3, 5, inner))
-    gates = rng.uniform(size=(3, 5)) * used
-    rows = Rows(values[0], values[0], gates, used, np.array([0, 1, -1]), np.ones(3, bool), np.ones(3, bool))
-    error = np.einsum("cmi,bhi->bcmh", values[1], wide[1] - exact[1]) * gates[..., None]
-    damage = np.stack([np.zeros((widths, 3, 5)), (error**2 @ fisher) * used])
-
-    samples = Samples.empty(2, 1, 1, widths)
-    samples.add(0, 0, rows, values[1], damage, energy)
-    samples.add(0, 0, rows, values[1], damage, energy)
-    assert samples.tokens[:, 0, 0].tolist() == [10, 6]
-    np.testing.assert_allclose(samples.moments[:, 0, 0, 1], samples.damage[:, 0, 0, 1])
-    np.testing.assert_allclose(samples.damage[0, 0, 0, 1], 2 * damage[1, :, 0].sum(-1))
-    norm = np.linalg.norm(values[0][1], axis=-1)[:3]
-    wanted = [np.average(norm, weights=gates[1, :3]), np.sqrt(np.average(norm**2, weights=gates[1, :3])), norm.max(), 1]
-    np.testing.assert_allclose(samples.features()[1, 0, 0, 0], wanted)
-    assert transitions(samples.damage, samples.tokens).shape == (2, 1, 1, 2, widths - 1)

@@ -149,6 +149,12 @@ def test_damage_is_the_error_along_the_gradient(toy, result):
             np.testing.assert_allclose(measured.square[1, 0, 1], (along**2).sum(), rtol=1e-3)
             np.testing.assert_allclose(measured.total[0, 0, 1], 0.5 * (error**2 @ kept[layer]).sum(), rtol=1e-3)
             np.testing.assert_allclose(measured.by_sequence.sum(0), measured.total)
+            # Columns of 90 % of a matrix: their error is a hundredth of their square, weighed by what reads it.
+            through = np.tile(kept[layer] @ down**2, 2)
+            energy = (through[:, None] * (0.1 * up) ** 2).sum(0)
+            want = 0.5 * ((gate[:, None] * x) ** 2 @ energy).sum()
+            np.testing.assert_allclose(measured.moments[:, 0, 1].sum(), want, rtol=1e-3)
+            assert measured.counts.sum() == measured.tokens and (measured.counts > 0).sum() <= len(CHOSEN)
 
 
 def test_a_small_change_costs_what_damage_says(toy, truth, result):
