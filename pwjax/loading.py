@@ -117,11 +117,12 @@ def outlook(
     fixed = checked_bits(bits, table)
     chunks = tuple(c for c in chunks if c < context) or (min(chunks),)
     shapes = StepShapes(config, geometry, batch, context, chunks, decode_tokens, kv_dtype)
-    if shapes.row_words > geometry.page_words:
+    row_words = config.kv_row_words(4 if kv_dtype == "float32" else 2)
+    if row_words > geometry.page_words:
         smaller = "" if kv_dtype == "bfloat16" else "use --kv-dtype bfloat16, or "
         raise UsageError(
             f"a page of this model holds {geometry.page_bytes} bytes, but K of one token in one layer takes "
-            f"{shapes.row_words * 4} in {kv_dtype}; {smaller}quantize with larger pages"
+            f"{row_words * 4} in {kv_dtype}; {smaller}quantize with larger pages"
         )
     params = params_spec(config)
 
@@ -178,7 +179,7 @@ def load(
     }  # fmt: skip
     header = log_header(model, artifact, settings, view)
     shapes, memory, table = view.shapes, view.memory, view.plan.table
-    config, geometry = shapes.config, shapes.geometry
+    config = shapes.config
     tokenizer = Tokenizer.load(artifact.tokenizer_path, config.bos_token_id) if artifact.tokenizer_path else None
     with ExitStack() as undo:  # whatever fails below leaves no thread, file or device memory behind
         sink = EpochLog(log, header) if injected.log is None else injected.log(header)
@@ -188,16 +189,12 @@ def load(
             if report:
                 report(f"{key[0]} {key[1]}")
             programs[key] = compile_step(shapes, key, memory.num_pages, params_spec(config))
-        kv_shapes = sorted({(shapes.kv_rows(*key), shapes.row_words) for key in shapes.keys})
         weights = load_weights(
-            artifact, view.plan.bits, memory.num_pages, memory.staging_pages, kv_shapes=kv_shapes, meter=meter,
-            progress=progress, make_transfer=injected.transfer, clock=injected.clock,
+            artifact, view.plan.bits, memory.num_pages, memory.staging_pages, kv_shapes=shapes.kv_shapes,
+            meter=meter, progress=progress, make_transfer=injected.transfer, clock=injected.clock,
         )  # fmt: skip
         undo.callback(weights.close)
-        kv = KVPages(
-            weights.allocator, slots=shapes.slots, layers=config.num_layers, max_tokens=shapes.context,
-            page_words=geometry.page_words, row_words=shapes.row_words,
-        )  # fmt: skip
+        kv = KVPages(weights.allocator, shapes.kv_kinds, shapes.slots)
         parts = Parts(
             shapes=shapes, memory=memory, table=table, programs=programs, kv=kv, policy=view.policy,
             tokenizer=tokenizer, decisions=injected.decisions or Live(view.policy), meter=meter, log=sink,
@@ -264,6 +261,5 @@ def _reserve(memory: MemoryPlan, shapes: StepShapes, moves: bool) -> int:
     spare = memory.capacity_pages - memory.weights_min_pages
     if not moves:
         return max(0, min(spare, memory.sequence_pages * shapes.slots))
-    tokens = shapes.geometry.page_words // shapes.row_words
-    start = -(-RESERVE_TOKENS // tokens) * 2 * shapes.config.num_layers * shapes.slots
+    start = shapes.kv_pages(RESERVE_TOKENS) * shapes.slots
     return max(0, min(spare, max(start, memory.capacity_pages // 10)))

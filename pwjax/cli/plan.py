@@ -116,8 +116,6 @@ def summarize(view, smallest: int, options: EngineOptions) -> dict[str, Any]:
     """JSON-ready facts of an Outlook."""
     shapes, memory, plan = view.shapes, view.memory, view.plan
     fits = memory.budget_bytes >= smallest
-    turn_pages = 2 * shapes.config.num_layers
-    page_tokens = shapes.geometry.page_words // shapes.row_words
     kv_pages = max(0, memory.capacity_pages - plan.pages_after) if fits else 0
     # A policy that moves gives KV all that is not needed at the lowest bits.
     most_pages = max(kv_pages, memory.capacity_pages - memory.weights_min_pages) if fits and view.moves else kv_pages
@@ -135,9 +133,9 @@ def summarize(view, smallest: int, options: EngineOptions) -> dict[str, Any]:
         "histogram": {str(bits): n for bits, n in plan.table.histogram(plan.bits).items()},
         "mean_bits": plan.table.mean_bits(plan.bits),
         "kv_pages": kv_pages,
-        "kv_tokens": kv_pages // turn_pages * page_tokens,
+        "kv_tokens": shapes.kv_tokens(kv_pages),
         "kv_pages_max": most_pages,
-        "kv_tokens_max": most_pages // turn_pages * page_tokens,
+        "kv_tokens_max": shapes.kv_tokens(most_pages),
         "sequence_pages": memory.sequence_pages,
         "slots": shapes.slots,
         "slots_asked": options.batch,

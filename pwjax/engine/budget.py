@@ -6,6 +6,7 @@ a small arena stands in. ``pwjax plan`` and the engine take this same path.
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.pages import WORD_BYTES, Geometry, ceil_div
+from pallas_kernels.pages import WORD_BYTES, Geometry
 from planner.tables import BlockTable
 from pwjax import environment
 from pwjax.config import ModelConfig
@@ -35,7 +36,7 @@ STAGING_COMMITS = 2
 class MemoryPlan:
     """Bytes of every part; ``total_bytes`` never exceeds ``budget_bytes`` where ``fits``.
 
-    ``dense_bytes`` parameters that are not paged; ``table_bytes`` page table (two epochs) and KV table; ``step_bytes``
+    ``dense_bytes`` parameters that are not paged; ``table_bytes`` page table (two epochs) and KV tables; ``step_bytes``
     the largest program's temporaries, outputs and small arguments; ``commit_bytes`` arguments of the commits;
     ``staging_bytes`` pages on their way in; ``num_pages`` counts the null page. ``weights_min_pages`` and
     ``weights_max_pages`` are the blocks at their lowest and highest precision; ``sequence_pages`` one full context.
@@ -98,7 +99,6 @@ def tree_bytes(tree) -> int:
 def step_memory(shapes: StepShapes, params, report: Callable[[str], None] | None = None) -> tuple[int, int]:
     """``(step_bytes, commit_bytes)`` of the programs of ``shapes``, read from their compilation."""
     page_words = shapes.geometry.page_words
-    kv_shapes = {(shapes.kv_rows(*key), shapes.row_words) for key in shapes.keys}
     fixed = tree_bytes(params) + STAND_IN_PAGES * page_words * WORD_BYTES
     step = 0
     for key in shapes.keys:
@@ -106,9 +106,12 @@ def step_memory(shapes: StepShapes, params, report: Callable[[str], None] | None
             report(f"{key[0]} {key[1]}")
         sizes = program_memory(compile_step(shapes, key, STAND_IN_PAGES, params))
         step = max(step, sizes.extra_bytes - fixed - _tables(shapes)[0])
-    programs = commit_programs(STAND_IN_PAGES, page_words, COMMIT_WIDTHS, sorted(kv_shapes))
-    commit = max(program_memory(p).extra_bytes for p in programs.values())
-    return step, commit
+    programs = commit_programs(STAND_IN_PAGES, page_words, COMMIT_WIDTHS, shapes.kv_shapes)
+    sizes = {key: program_memory(program).extra_bytes for key, program in programs.items()}
+    pages = max(size for (name, *_), size in sizes.items() if name == "commit_pages")
+    # The rows of all kinds of attention are there while one of them is written.
+    rows = max(sum(sizes["commit_kv", *commit] for commit in shapes.kv_commits(*key)) for key in shapes.keys)
+    return step, max(pages, rows)
 
 
 def remembered_sizes(shapes: Any, measure: Callable[[], tuple[int, int]]) -> tuple[int, int]:
@@ -154,11 +157,9 @@ def page_table_bytes(config: ModelConfig, geometry: Geometry) -> int:
 
 
 def _tables(shapes: StepShapes) -> tuple[int, int]:
-    """Bytes of one page table with the KV table, and of the page table alone."""
-    config, geometry = shapes.config, shapes.geometry
-    page_table = page_table_bytes(config, geometry)
-    turns = ceil_div(shapes.context, geometry.page_words // shapes.row_words)
-    return page_table + shapes.slots * config.num_layers * 2 * turns * 4, page_table
+    """Bytes of one page table with the KV tables, and of the page table alone."""
+    page_table = page_table_bytes(shapes.config, shapes.geometry)
+    return page_table + sum(4 * math.prod(kind.table_shape(shapes.slots)) for kind in shapes.kv_kinds), page_table
 
 
 def plan_memory(
@@ -177,8 +178,7 @@ def plan_memory(
     step_bytes, commit_bytes = sizes or step_memory(shapes, params)
     with_kv, page_table = _tables(shapes)
     page_bytes = shapes.geometry.page_bytes
-    layout_tokens = shapes.geometry.page_words // shapes.row_words
-    sequence_pages = ceil_div(shapes.context, layout_tokens) * 2 * shapes.config.num_layers
+    sequence_pages = shapes.kv_pages(shapes.context)
     if fixed_bits is None:
         # Of small blocks the page count need not rise with the bits, so each block has its own extremes.
         low, high = int(table.pages.min(1).sum()), int(table.pages.max(1).sum())

@@ -38,7 +38,7 @@ class Dispatcher:
         slots = self._slots([sequence], [count])
         with parts.meter.prefill.timed():
             sampled, rows, stats = self._run(("prefill", bucket), tokens, np.int32(sequence.slot), slots)
-            parts.arena.commit_kv(*self._places(sequence, count, bucket), rows)
+            self._commit(parts.kv.places(sequence.slot, sequence.kv_tokens, count, bucket), rows)
             sampled = jax.device_get(sampled)
         parts.meter.prefill.tokens += count
         sequence.kv_tokens += count
@@ -53,30 +53,27 @@ class Dispatcher:
             sampled = jax.device_get(sampled)
         places = []
         for slot, sequence in enumerate(running):
-            if sequence is None:
-                places.append(parts.kv.dropped(tokens))
-                continue
-            fed = int(sampled.live[:, slot].sum())
-            places.append(self._places(sequence, fed, tokens))
-            parts.meter.decode.tokens += fed
-            sequence.kv_tokens += fed
-        page, word = (np.stack([place[i] for place in places], axis=2) for i in (0, 1))
-        parts.arena.commit_kv(page, word, rows)
+            fed = int(sampled.live[:, slot].sum()) if sequence else 0
+            places.append(parts.kv.places(slot, sequence.kv_tokens if sequence else 0, fed, tokens))
+            if sequence:
+                parts.meter.decode.tokens += fed
+                sequence.kv_tokens += fed
+        # A kind at a time: its places of all slots, [layers, 2, slots, tokens].
+        by_kind = zip(*places, strict=True)
+        self._commit([[np.stack(a, axis=2) for a in zip(*kind, strict=True)] for kind in by_kind], rows)
         return sampled, stats
 
-    def _run(self, key: tuple[str, int], *arguments) -> tuple[Sampled, jax.Array, RoutingStats]:
+    def _run(self, key: tuple[str, int], *arguments) -> tuple[Sampled, tuple[jax.Array, ...], RoutingStats]:
         parts = self._parts
         parts.kv.apply()
         parts.meter.observe(self._program_bytes[key])
         program = parts.programs[key]
         return program(parts.params, parts.arena.array, parts.page_table.table, parts.kv.table, *arguments)
 
-    def _places(self, sequence: Sequence, count: int, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where ``count`` new tokens go, padded with dropped places: page and word, int32[L, 2, width]."""
-        kv = self._parts.kv
-        page, word = kv.positions(sequence.slot, sequence.kv_tokens, count)
-        drop_page, drop_word = kv.dropped(width - count)
-        return np.concatenate([page, drop_page], -1), np.concatenate([word, drop_word], -1)
+    def _commit(self, places: Seq[Seq[np.ndarray]], rows: Seq[jax.Array]) -> None:
+        """Write the rows of every kind of attention to their pages and words."""
+        for (page, word), kind_rows in zip(places, rows, strict=True):
+            self._parts.arena.commit_kv(page, word, kind_rows)
 
     def _slots(self, sequences: Seq[Sequence | None], limits: Seq[int]) -> Slots:
         """Per-slot arguments of a dispatch; None is an empty slot."""

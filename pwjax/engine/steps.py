@@ -7,6 +7,7 @@ that a plan, a request or a sampling parameter changes is part of a shape, so ea
     decode[n]    every slot, up to n tokens each; a slot that stops inside leaves statistics and writes
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from pallas_kernels.paged_attention import Past, pack_rows
 from pallas_kernels.pages import Geometry
 from pwjax.config import ModelConfig
 from pwjax.engine.sampling import MAX_LOGPROBS, SamplingArrays, sample, top_logprobs
+from pwjax.memory.kv import KVKind
 from pwjax.memory.page_table import PageTable
 from pwjax.models import Fresh, Paged, RoutingStats, apply, logits
 
@@ -39,18 +41,37 @@ class StepShapes:
     kv_dtype: str
 
     @property
-    def row_words(self) -> int:
-        """uint32 words of one KV row."""
-        return self.config.kv_row_words(jnp.dtype(self.kv_dtype).itemsize)
+    def kv_kinds(self) -> tuple[KVKind, ...]:
+        """How KV of each kind of attention lies in pages."""
+        config, size = self.config, jnp.dtype(self.kv_dtype).itemsize
+        return tuple(
+            KVKind(len(layers), kind.row_words(size), self.geometry.page_words, self.context, kind.window)
+            for kind, layers in zip(config.attention_kinds, config.kind_layers, strict=True)
+        )
+
+    def kv_pages(self, tokens: int) -> int:
+        """KV pages of a sequence of ``tokens`` tokens."""
+        return sum(kind.pages(tokens) for kind in self.kv_kinds)
+
+    def kv_tokens(self, pages: int) -> int:
+        """Tokens that sequences as long as the context, and one shorter, hold in ``pages`` KV pages."""
+        whole, rest = divmod(pages, self.kv_pages(self.context))
+        return whole * self.context + bisect_right(range(self.context + 1), rest, key=self.kv_pages) - 1
 
     @property
     def keys(self) -> tuple[tuple[str, int], ...]:
         """The declared programs: ``(kind, bucket)``."""
         return (*(("prefill", c) for c in self.chunks), ("decode", self.decode_tokens))
 
-    def kv_rows(self, kind: str, bucket: int) -> int:
-        """KV rows a dispatch of a program commits, dropped ones included."""
-        return self.config.num_layers * 2 * bucket * (self.slots if kind == "decode" else 1)
+    def kv_commits(self, program: str, bucket: int) -> tuple[tuple[int, int], ...]:
+        """``(rows, row_words)`` of each KV commit after a dispatch of a program, dropped rows included."""
+        slots = self.slots if program == "decode" else 1
+        return tuple((kind.turn_pages * bucket * slots, kind.row_words) for kind in self.kv_kinds)
+
+    @property
+    def kv_shapes(self) -> list[tuple[int, int]]:
+        """All KV commits of the declared programs."""
+        return sorted({commit for key in self.keys for commit in self.kv_commits(*key)})
 
 
 class Sampled(NamedTuple):
@@ -93,13 +114,17 @@ def _choose(config, params, hidden, slots: Slots, positions) -> tuple[jax.Array,
     return token, logprob, *top
 
 
-def _rows(fresh: Fresh) -> jax.Array:
-    """KV rows uint32[L * 2 * B * F, row_words] of a dispatch, K and V apart, in the order of the KV tables."""
-    rows = jnp.stack([pack_rows(fresh.k[0]), pack_rows(fresh.v[0])], axis=1)
-    return rows.reshape(-1, rows.shape[-1])
+def _rows(fresh: Fresh) -> tuple[jax.Array, ...]:
+    """KV rows of a dispatch, uint32[L_kind * 2 * B * F, row_words] a kind, in the order of the KV tables."""
+
+    def packed(k: jax.Array, v: jax.Array) -> jax.Array:
+        rows = jnp.stack([pack_rows(k), pack_rows(v)], axis=1)
+        return rows.reshape(-1, rows.shape[-1])
+
+    return tuple(packed(k, v) for k, v in zip(fresh.k, fresh.v, strict=True))
 
 
-def prefill(shapes: StepShapes, params: Any, arena, table: PageTable, kv_table, tokens, slot, slots: Slots):
+def prefill(shapes: StepShapes, params: Any, arena, table: PageTable, kv_tables, tokens, slot, slots: Slots):
     """``tokens`` int32[1, C] of one ``slot`` int32[]; ``slots.limit`` of them are real.
 
     Returns ``(Sampled, rows, RoutingStats)`` with one sampled token; the caller ignores it before the last chunk.
@@ -108,7 +133,7 @@ def prefill(shapes: StepShapes, params: Any, arena, table: PageTable, kv_table, 
     offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     positions = slots.past[:, None] + offsets
     valid = offsets < slots.limit[:, None]
-    past = (Past(arena, lax.dynamic_slice_in_dim(kv_table, slot, 1), slots.past),)
+    past = tuple(Past(arena, lax.dynamic_slice_in_dim(kv, slot, 1), slots.past) for kv in kv_tables)
     fresh = Fresh.empty(config, 1, tokens.shape[1], shapes.kv_dtype)
     paged = Paged(arena, table.bits, table.pages, shapes.geometry)
     out = apply(config, params, tokens, positions, valid, fresh, past, paged)
@@ -118,14 +143,14 @@ def prefill(shapes: StepShapes, params: Any, arena, table: PageTable, kv_table, 
     return sampled, _rows(out.fresh), out.stats
 
 
-def decode(shapes: StepShapes, params: Any, arena, table: PageTable, kv_table, last, slots: Slots):
+def decode(shapes: StepShapes, params: Any, arena, table: PageTable, kv_tables, last, slots: Slots):
     """Up to ``shapes.decode_tokens`` tokens a slot, from its ``last`` int32[S] token that has no KV yet.
 
     Returns ``(Sampled, rows, RoutingStats)``. Slot ``s`` fed ``live[:, s].sum()`` tokens; only their rows are real.
     """
     config, n = shapes.config, shapes.decode_tokens
     idle = slots.limit <= 0
-    past = (Past(arena, kv_table, jnp.where(idle, 0, slots.past)),)
+    past = tuple(Past(arena, kv, jnp.where(idle, 0, slots.past)) for kv in kv_tables)
     paged = Paged(arena, table.bits, table.pages, shapes.geometry)
 
     def one(carry, j):
@@ -153,7 +178,6 @@ def compile_step(shapes: StepShapes, key: tuple[str, int], num_pages: int, param
     spec: Any = jax.ShapeDtypeStruct  # stands for arrays wherever these are declared
     config, geometry = shapes.config, shapes.geometry
     layers, experts = config.num_layers, config.num_experts
-    turns = -(-shapes.context // (geometry.page_words // shapes.row_words))
     rows = shapes.slots if kind == "decode" else 1
     ints, floats = spec((rows,), jnp.int32), spec((rows,), jnp.float32)
     slots = Slots(
@@ -173,7 +197,7 @@ def compile_step(shapes: StepShapes, key: tuple[str, int], num_pages: int, param
         jax.tree.map(lambda a: spec(a.shape, a.dtype), params),
         spec((num_pages, geometry.page_words), jnp.uint32),
         table,
-        spec((shapes.slots, layers, 2, turns), jnp.int32),
+        tuple(spec(kind.table_shape(shapes.slots), jnp.int32) for kind in shapes.kv_kinds),
     )
     if kind == "prefill":
         args = (spec((1, bucket), jnp.int32), spec((), jnp.int32), slots)

@@ -11,6 +11,7 @@ from pwjax.memory.arena import program_memory as program_memory
 from pwjax.memory.host_store import HostStore as HostStore
 
 # Tenants
+from pwjax.memory.kv import KVKind as KVKind
 from pwjax.memory.kv import KVPages as KVPages
 from pwjax.memory.page_table import PageTable as PageTable
 from pwjax.memory.page_table import PageTableState as PageTableState

@@ -13,7 +13,7 @@ from pallas_kernels.pages import BlockShape, Geometry
 from pwjax.memory.allocator import PageAllocator, PageError
 from pwjax.memory.arena import Arena, padded_pages
 from pwjax.memory.faults import FakeStore, Fate, FaultyTransfer
-from pwjax.memory.kv import KVPages
+from pwjax.memory.kv import KVKind, KVPages
 from pwjax.memory.moves import move_shape
 from pwjax.memory.page_table import PageTableState
 from pwjax.memory.pager import Pager
@@ -506,7 +506,7 @@ FATES = st.builds(
 def test_any_run_keeps_every_promise(start, spare, staging, actions, fates):
     count = iter(range(1_000_000))
     rig = Rig(start, spare=spare, staging=staging, late_s=10, fate=lambda job: fates[next(count) % len(fates)])
-    kv = KVPages(rig.allocator, slots=2, layers=LAYERS, max_tokens=20, page_words=64, row_words=16)
+    kv = KVPages(rig.allocator, [KVKind(LAYERS, 16, 64, 20)], slots=2)
     rows = np.full((2 * 2 * 20, 16), 0xFFFFFFFF, np.uint32)
     for kind, value in actions:
         if kind == "plan":
@@ -515,11 +515,8 @@ def test_any_run_keeps_every_promise(start, spare, staging, actions, fates):
             slot, tokens = value
             if kv.reserve(slot, tokens) and tokens:
                 # KV writes over whatever the page held before: a retired page in use would show at once.
-                page, word = (
-                    np.concatenate([a, b], -1)
-                    for a, b in zip(kv.positions(slot, 0, tokens), kv.dropped(20 - tokens), strict=True)
-                )
-                rig.arena.commit_kv(page, word, jax.numpy.asarray(rows))
+                [place] = kv.places(slot, 0, tokens, 20)
+                rig.arena.commit_kv(*place, jax.numpy.asarray(rows))
         elif kind == "release":
             kv.release(value)
         elif kind == "cancel":
