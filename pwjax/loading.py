@@ -150,6 +150,7 @@ def load(
     kv_dtype: str = "bfloat16",
     policy: str = "default",
     bits: int | np.ndarray | None = None,
+    chunks: tuple[int, ...] = CHUNKS,
     seed: int = 0,
     log: str | os.PathLike | None = None,
     report: Report | None = None,
@@ -160,9 +161,9 @@ def load(
 
     ``memory_budget`` is bytes or a size such as ``"10GiB"`` (None: enough for full precision and full context);
     ``batch`` slots; ``context`` tokens a sequence, prompt and new ones; ``bits`` fixes the precision, one width or an
-    int[n] a block; ``seed`` for requests that bring none; ``log`` a path for the epoch log; ``report`` is told what
-    is being compiled; ``progress(blocks, all blocks)`` while weights load; ``injected`` is for replays and tests.
-    BudgetError, ArtifactError, UsageError.
+    int[n] a block; ``chunks`` the sizes that prompts are cut into; ``seed`` for requests that bring none; ``log`` a
+    path for the epoch log; ``report`` is told what is being compiled; ``progress(blocks, all blocks)`` while weights
+    load; ``injected`` is for replays and tests. BudgetError, ArtifactError, UsageError.
     """
     from pwjax.units import parse_bytes
 
@@ -171,11 +172,11 @@ def load(
     budget = None if memory_budget is None else parse_bytes(memory_budget)
     view = outlook(
         artifact, memory_budget_bytes=budget, batch=batch, context=context, kv_dtype=kv_dtype, policy=policy, bits=bits,
-        report=report,
+        chunks=chunks, report=report,
     )  # fmt: skip
     settings = {
         "memory_budget": budget, "batch": batch, "context": context, "kv_dtype": kv_dtype, "policy": policy,
-        "bits": None if bits is None else np.asarray(bits).tolist(), "seed": seed,
+        "bits": None if bits is None else np.asarray(bits).tolist(), "chunks": list(chunks), "seed": seed,
     }  # fmt: skip
     header = log_header(model, artifact, settings, view)
     shapes, memory, table = view.shapes, view.memory, view.plan.table
