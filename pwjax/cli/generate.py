@@ -31,9 +31,12 @@ from pwjax.units import format_bytes
 @click.option("--min-p", type=float, default=0.0, help="Drop tokens below this share of the likeliest; 0: off.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="Stop before this text; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-sequence token.")
+@click.option("--min-bits", type=int, metavar="N", help="No expert matrix below N bits while a request runs.")
+@click.option("--max-damage", type=float, metavar="D", help="Bound on the predicted damage a token; see pwjax plan.")
 @click.option("--skip-bad-lines", is_flag=True, help="Leave out lines of --prompts that are no requests.")
 @click.option("--stats", "stats_file", metavar="FILE", help="Write memory, precision and speed of the run as JSON.")
 @click.option("--log", metavar="FILE", help="Write the epoch log: plans, commits, admissions, as JSON lines.")
+@click.option("--profile", metavar="DIR", help="Write a JAX profiler trace of the run to DIR.")
 @json_option
 @quiet_option
 def command(
@@ -45,6 +48,9 @@ def command(
     skip_bad_lines: bool,
     stats_file: str | None,
     log: str | None,
+    profile: str | None,
+    min_bits: int | None,
+    max_damage: float | None,
     as_json: bool,
     quiet: bool,
     **sampling: Any,
@@ -52,8 +58,8 @@ def command(
     """Continue PROMPT (or - for standard input), or every prompt of a JSONL file.
 
     A line of --prompts is a JSON string, or an object with "prompt", "prompt_token_ids" or "messages" (a chat, as in
-    [{"role": "user", "content": "Hello"}]), and optionally "id" and sampling fields such as "max_tokens",
-    "temperature", "seed", "stop", "stop_token_ids", "logprobs".
+    [{"role": "user", "content": "Hello"}]), and optionally "id", "min_bits", "max_damage" and sampling fields such as
+    "max_tokens", "temperature", "seed", "stop", "stop_token_ids", "logprobs".
     """
     if (prompt is None) == (prompts is None):
         raise UsageError("give one prompt, or --prompts FILE" + (", not both" if prompt is not None else ""))
@@ -72,10 +78,16 @@ def command(
         requests = [Request(0, text, None, defaults.with_fields(seed=request_seed(run_seed, 0)))]
     for name in (stats_file, log):
         _writable(name)
+    requests = [
+        replace(r, min_bits=min_bits if r.min_bits is None else r.min_bits,
+                max_damage=max_damage if r.max_damage is None else r.max_damage)
+        for r in requests
+    ]  # fmt: skip
     requests = _rendered(requests, chat, options.model)
     total, refused = len(requests), {}
 
-    with Interrupts() as interrupts, _writer(output, options, defaults) as writer:
+    demand = {"min_bits": min_bits, "max_damage": max_damage}
+    with Interrupts() as interrupts, _writer(output, options, defaults, demand) as writer:
         if writer:
             known = [r.key for r in requests]
             # Refused again, as it were: the exit code of a job does not depend on how often it was resumed.
@@ -89,7 +101,8 @@ def command(
         with _load(options, run_seed, log, quiet) as engine:
             emit = _Emitter(as_json, writer, single=prompts is None)
             began = time.perf_counter()
-            with _bar(len(requests), show=prompts is not None and not quiet) as bar, interrupts.deferred():
+            bar = _bar(len(requests), show=prompts is not None and not quiet)
+            with bar as bar, _trace(profile), interrupts.deferred():
                 for request in requests:
                     engine.submit(request)
                 # Not engine.stream: what a step has finished is kept, then the run may end.
@@ -190,7 +203,7 @@ def _load(options: EngineOptions, seed: int, log: str | None, quiet: bool):
     return engine
 
 
-def _writer(output: str | None, options: EngineOptions, defaults):
+def _writer(output: str | None, options: EngineOptions, defaults, demand: dict):
     """The results file, bound to everything that the results depend on."""
     if output is None:
         return nullcontext()
@@ -206,6 +219,7 @@ def _writer(output: str | None, options: EngineOptions, defaults):
         "context": options.context,
         "kv_dtype": options.kv_dtype,
         "sampling": {name: getattr(defaults, name) for name in defaults.field_names()},
+        **demand,
     }
     return ResultWriter(output, settings)
 
@@ -217,6 +231,24 @@ def _bar(total: int, show: bool) -> Iterator[Any]:
 
     with tqdm(total=total, unit="request", file=sys.stderr, disable=None if show else True) as bar:
         yield bar
+
+
+@contextmanager
+def _trace(directory: str | None) -> Iterator[None]:
+    """A profiler trace of the body, where a directory is given; PWJaxError where it cannot be written."""
+    if directory is None:
+        yield
+        return
+    import jax
+
+    try:
+        jax.profiler.start_trace(directory)
+    except Exception as error:
+        raise PWJaxError(f"cannot write a profiler trace to {directory}: {error}") from error
+    try:
+        yield
+    finally:
+        jax.profiler.stop_trace()
 
 
 def _raise_refused(refused: dict[str, str]) -> None:

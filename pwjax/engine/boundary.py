@@ -23,8 +23,10 @@ import numpy as np
 from planner import Observation, Plan
 from pwjax.engine.decisions import Asked
 from pwjax.engine.parts import Parts, Snapshot
+from pwjax.engine.quality import Demand
 from pwjax.engine.routing import RoutingRecord
 from pwjax.engine.scheduler import Scheduler
+from pwjax.engine.sequence import Sequence
 from pwjax.errors import PWJaxError
 from pwjax.memory import BoundaryReport
 
@@ -74,6 +76,9 @@ class Boundaries:
         self._committed = False
         # Whether all that the pager has left are moves that wait for free pages.
         self.starved = False
+        scheduler.ready = lambda sequence: Demand.of([sequence.request]).met(parts.table, parts.pager.committed)
+        # The waiting sequence for which precision is being raised.
+        self._raising: Sequence | None = None
 
     def run(self, planning: bool = True) -> None:
         """One boundary: let the policy plan (where ``planning`` and not frozen), and the pager commit."""
@@ -86,8 +91,10 @@ class Boundaries:
             pager.cancel_promotions()
         snapshot = self.observe() if told or planning else None
         told = told and self._tell(replace(told, phase="pressure", snapshot=snapshot))
-        plan = decisions.plan(snapshot.observation) if planning and snapshot else None
-        if plan is not None and plan.moves:
+        plan = demanded = self._demanded() if planning and decisions.live else None
+        if plan is None:
+            plan = decisions.plan(snapshot.observation) if planning and snapshot else None
+        if plan is not None and (plan.moves or plan is demanded):
             self.request(plan)
         for asked in decisions.asked(self.index, late=False):
             self.ask("plan", asked)
@@ -149,6 +156,7 @@ class Boundaries:
         own = plan.before != plan.bits if plan.moves else committed != plan.bits
         stale = own & (plan.before != committed) if plan.moves else np.zeros_like(own)
         own &= ~(self.pending() | stale)
+        own &= self.demand.allowed(table, pager.desired, np.where(own, plan.bits, pager.desired))
         asked = Plan(table, committed, np.where(own, plan.bits, committed))
         # In the plan's own order of blocks; the pager puts demotions first.
         changes = tuple((c.block, c.from_bits, c.to_bits) for c in asked.changes())
@@ -170,6 +178,29 @@ class Boundaries:
         self._planned_at[blocks] = self.index
         self.log(kind, **asked.record, changes=asked.changes)
 
+    @property
+    def demand(self) -> Demand:
+        """What the running requests demand of all blocks, and the waiting one for which precision is raised."""
+        waiting = self.scheduler.waiting
+        if not waiting or waiting[0] is not self._raising:
+            self._raising = None
+        raising = [self._raising] if self._raising else []
+        return Demand.of(s.request for s in (*self.scheduler.running, *raising))
+
+    def _demanded(self) -> Plan | None:
+        """A plan for the first waiting request, where it is held by its demand and such a plan fits."""
+        parts, scheduler = self.parts, self.scheduler
+        if not scheduler.held or not scheduler.waiting or not parts.pager.idle:
+            return None
+        first = scheduler.waiting[0]
+        demand = Demand.of(s.request for s in (*scheduler.running, first))
+        # What runs may go on growing, and all KV of the request fits once it runs: its demand will not be broken.
+        kv_pages = parts.kv.used_pages + parts.kv.pages_for(first.max_total)
+        kv_pages += scheduler.growth_pages(LOOKAHEAD_BOUNDARIES * parts.shapes.decode_tokens)
+        plan = demand.plan(parts.table, parts.memory.capacity_pages - kv_pages)
+        self._raising = first if plan is not None else None
+        return plan
+
     def pending(self) -> np.ndarray:
         """bool[n]: blocks with a move queued or in flight, and those given up: a plan leaves them alone."""
         pager = self.parts.pager
@@ -178,6 +209,7 @@ class Boundaries:
     def observe(self) -> Snapshot:
         """The state that plans are made from; pages count weights and KV alike."""
         parts = self.parts
+        demand = self.demand
         request_mass, residual = self.routing.prompts(self.scheduler.running, parts.kv)
         observation = Observation(
             bits=parts.pager.committed,
@@ -195,6 +227,8 @@ class Boundaries:
             blocked_pages=self.scheduler.blocked_pages,
             releasing_pages=parts.pager.releasing_pages,
             reserving_pages=parts.pager.reserving_pages,
+            floor_bits=demand.min_bits,
+            max_damage=demand.max_damage,
         )
         return Snapshot(parts.table, observation, parts.memory.page_bytes)
 

@@ -30,7 +30,12 @@ class Asked(NamedTuple):
 
 
 class Decisions(Protocol):
-    """Where the decisions of a boundary come from; each is asked for at most once a boundary, in this order."""
+    """Where the decisions of a boundary come from; each is asked for at most once a boundary, in this order.
+
+    ``live``: plans are made from the state; else they are all in a log, those for demands of requests included.
+    """
+
+    live: bool
 
     def plan(self, observation: Observation) -> Plan | None:
         """What the policy makes of the state, None where it wants nothing."""
@@ -47,6 +52,8 @@ class Decisions(Protocol):
 
 class Live:
     """Plans of a policy, outcomes of the real copies."""
+
+    live = True
 
     def __init__(self, policy: Policy):
         self._policy = policy
@@ -66,6 +73,8 @@ class Live:
 
 class Recorded:
     """Plans and outcomes of the records of a log (its kinds ``plan`` and ``transfers``; others are ignored)."""
+
+    live = False
 
     def __init__(self, records: Iterable[dict[str, Any]]):
         self._plans: dict[tuple[int, bool], list[Asked]] = {}

@@ -29,7 +29,8 @@ from pwjax.engine.scheduler import Scheduler
 from pwjax.engine.sequence import Completion, Piece, Sequence, refused
 from pwjax.engine.statistics import run_statistics
 from pwjax.engine.steps import Sampled
-from pwjax.errors import PromptError, PWJaxError
+from pwjax.engine.submission import checked
+from pwjax.errors import PWJaxError
 from pwjax.memory import PageTable
 
 
@@ -57,7 +58,7 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queue a request; what can never run is refused with a completion, not an exception."""
         try:
-            request = self._checked(request)
+            request = checked(self.parts, request, self.boundaries.frozen)
         except PWJaxError as error:
             self._refused.append(refused(request, str(error)))
             self.boundaries.log("refuse", id=request.id, error=str(error))
@@ -76,7 +77,8 @@ class Engine:
         ``sampling`` is one for all prompts or one a prompt; requests carry their own. PromptError for a prompt that
         can never run.
         """
-        requests = [self._checked(r) for r in as_requests(prompts, sampling)]
+        frozen = self.boundaries.frozen
+        requests = [checked(self.parts, r, frozen) for r in as_requests(prompts, sampling)]
         done = {c.id: c for c in self.stream(requests) if isinstance(c, Completion)}
         return [done[r.id] for r in requests]
 
@@ -153,7 +155,8 @@ class Engine:
     def _relieve(self) -> None:
         """Nothing could run: let precision give way first, else preempt the newest sequence, else refuse the last."""
         scheduler, pager = self.scheduler, self.parts.pager
-        if pager.cancel_promotions():
+        # Promotions that a waiting request demands go on where nothing else runs.
+        if (scheduler.running or not scheduler.held) and pager.cancel_promotions():
             return
         if not pager.idle and not self.boundaries.starved:
             time.sleep(0.0005)
@@ -175,6 +178,9 @@ class Engine:
         else:
             scheduler.release(alone)
         reason = "its KV cache does not fit beside the weights, and no precision is left to give up"
+        if scheduler.held:
+            reason = "the precision that it demands could not be reached: pages of the model could not be copied"
+            scheduler.held = False
         self._log_finish(alone, "refused")
         # What was streamed of it stays: its pieces are out already.
         self._refused.append(replace(alone.completion(), finish_reason="refused", error=reason))
@@ -300,32 +306,6 @@ class Engine:
 
     # Small helpers
 
-    def _checked(self, request: Request) -> Request:
-        """The request with token ids; PromptError where it can never run."""
-        if request.prompt_token_ids is None and self.tokenizer is None:
-            raise PromptError("this model has no tokenizer.json; give prompt_token_ids instead of a prompt")
-        request = request.tokenized(self.tokenizer, self.config.vocab_size)  # pyright: ignore[reportArgumentType]
-        length, context = len(request.prompt_token_ids or ()), self.parts.shapes.context
-        if length >= context:
-            limit = "model" if context == self.config.max_positions else "--context"
-            raise PromptError(
-                f"the prompt has {length} tokens, but the {limit} allows {context} for prompt and new tokens together; "
-                "shorten the prompt" + ("" if limit == "model" else " or raise --context")
-            )
-        pages = self.parts.kv.pages_for(min(context, length + request.sampling.max_tokens))
-        lowest = self.parts.memory.weights_min_pages
-        if self.boundaries.frozen:
-            lowest = self.parts.table.total_pages(self.parts.pager.committed)
-        room = self.parts.memory.capacity_pages - lowest
-        if pages > room:
-            page_bytes = self.parts.memory.page_bytes
-            raise PromptError(
-                f"the request needs {pages * page_bytes} bytes of KV cache for {length} prompt tokens and up to "
-                f"{request.sampling.max_tokens} new ones, but at most {room * page_bytes} are left beside the weights; "
-                "lower max_tokens or raise --memory-budget"
-            )
-        return request
-
     def _sequence(self, request: Request) -> Sequence:
         seed = request.sampling.seed
         if seed is None:
@@ -338,7 +318,8 @@ class Engine:
         fields = {name: getattr(sequence.request.sampling, name) for name in SamplingParams.field_names()}
         fields["seed"] = sequence.seed
         start = {"id": sequence.request.id, "order": sequence.order, "prompt_token_ids": list(sequence.prompt)}
-        return {**start, "sampling": fields}
+        demand = {n: v for n in ("min_bits", "max_damage") if (v := getattr(sequence.request, n)) is not None}
+        return {**start, "sampling": fields, **demand}
 
     def _log_finish(self, sequence: Sequence, reason: str | None) -> None:
         self.boundaries.log(

@@ -141,7 +141,8 @@ def _input(engine: Engine, record: dict[str, Any]) -> None:
     kind = record["kind"]
     if kind == "submit":
         sampling = SamplingParams(**record["sampling"])
-        engine.submit(Request(record["id"], None, tuple(record["prompt_token_ids"]), sampling))
+        demand = {name: record.get(name) for name in ("min_bits", "max_damage")}
+        engine.submit(Request(record["id"], None, tuple(record["prompt_token_ids"]), sampling, **demand))
     elif kind == "cancel":
         engine.cancel(record["ids"])
     elif kind == "apply":

@@ -6,10 +6,10 @@ A line is a JSON string (the prompt) or an object::
     {"prompt_token_ids": [5, 19, 7]}
     {"messages": [{"role": "user", "content": "Hello"}]}
 
-Keys: ``id``, one of ``prompt``, ``prompt_token_ids`` and ``messages``, and the fields of SamplingParams. An id is a
-string or a whole number; a line without one gets its 0-based line number, counted over all lines so that a skipped
-line moves nobody else's id. Ids are unique as text: 7 and "7" are the same, since a resumed job finds its finished
-requests by id.
+Keys: ``id``, one of ``prompt``, ``prompt_token_ids`` and ``messages``, the demands ``min_bits`` and ``max_damage``,
+and the fields of SamplingParams. An id is a string or a whole number; a line without one gets its 0-based line number,
+counted over all lines so that a skipped line moves nobody else's id. Ids are unique as text: 7 and "7" are the same,
+since a resumed job finds its finished requests by id.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import BinaryIO, Self, TextIO
 
@@ -31,7 +32,9 @@ class Request:
     """One prompt and how to continue it.
 
     One of ``prompt``, ``prompt_token_ids`` and ``messages`` is set when it comes in; ``rendered`` turns messages into
-    the prompt of the model's chat template, ``tokenized`` fills in the ids. Raises PromptError for an empty prompt.
+    the prompt of the model's chat template, ``tokenized`` fills in the ids. ``min_bits`` is a floor on every block
+    while the request runs, ``max_damage`` bounds the predicted damage a token (see :mod:`pwjax.engine.quality`).
+    Raises PromptError for an empty prompt or a demand that makes no sense.
     """
 
     id: str | int
@@ -39,8 +42,15 @@ class Request:
     prompt_token_ids: tuple[int, ...] | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     messages: tuple[Message, ...] | None = None
+    min_bits: int | None = None
+    max_damage: float | None = None
 
     def __post_init__(self):
+        if self.min_bits is not None and (type(self.min_bits) is not int or not 2 <= self.min_bits <= 16):
+            raise PromptError(f"min_bits must be a whole number from 2 to 16, got {self.min_bits!r}")
+        limit = self.max_damage
+        if limit is not None and (type(limit) not in (int, float) or not 0 <= limit < inf):
+            raise PromptError(f"max_damage must be a finite number of at least 0, got {limit!r}")
         if self.messages is not None:
             object.__setattr__(self, "messages", checked_messages(self.messages))
         elif self.prompt is None and self.prompt_token_ids is None:
@@ -178,7 +188,7 @@ def parse_requests(
     return requests
 
 
-_KEYS = ("id", "prompt", "prompt_token_ids", "messages", *SamplingParams.field_names())
+_KEYS = ("id", "prompt", "prompt_token_ids", "messages", "min_bits", "max_damage", *SamplingParams.field_names())
 
 
 def _parse(line: bytes, index: int, defaults: SamplingParams, vocab_size: int | None) -> Request:
@@ -203,6 +213,7 @@ def _parse(line: bytes, index: int, defaults: SamplingParams, vocab_size: int | 
     prompt, ids, messages = (value.pop(key, None) for key in ("prompt", "prompt_token_ids", "messages"))
     if sum(one is not None for one in (prompt, ids, messages)) != 1:
         raise PromptError("give exactly one of prompt, prompt_token_ids and messages")
+    min_bits, max_damage = (value.pop(key, None) for key in ("min_bits", "max_damage"))
     if isinstance(request_id, str):
         _check_text("id", request_id)
     if prompt is not None:
@@ -213,7 +224,7 @@ def _parse(line: bytes, index: int, defaults: SamplingParams, vocab_size: int | 
     given = {key: v for key, v in value.items() if v is not None or key == "logprobs"}
     sampling = defaults.with_fields(**{"seed": request_seed(defaults.seed or 0, request_id), **given})
     talk = None if messages is None else checked_messages(messages)
-    request = Request(request_id, prompt, None if ids is None else tuple(ids), sampling, talk)
+    request = Request(request_id, prompt, None if ids is None else tuple(ids), sampling, talk, min_bits, max_damage)
     if vocab_size is not None:
         check_token_ids("prompt_token_ids", request.prompt_token_ids or (), vocab_size)
         check_token_ids("stop_token_ids", sampling.stop_token_ids, vocab_size)

@@ -9,6 +9,7 @@ tokens are reserved: it is never preempted, and its tokens do not depend on its 
 """
 
 from collections import deque
+from collections.abc import Callable
 
 from pwjax.engine.sequence import Sequence
 from pwjax.memory.kv import KVPages
@@ -25,6 +26,9 @@ class Scheduler:
         self.slots: list[Sequence | None] = [None] * kv.slots
         self.blocked_pages = 0
         self.preemptions = 0
+        # Whether a sequence may run at the bits in force, and whether the first waiting one must wait for them.
+        self.ready: Callable[[Sequence], bool] = lambda sequence: True
+        self.held = False
 
     @property
     def running(self) -> list[Sequence]:
@@ -43,9 +47,12 @@ class Scheduler:
         would come back at once for the pages that it has just given up.
         """
         admitted = []
-        self.blocked_pages = 0
+        self.blocked_pages, self.held = 0, False
         while self.waiting and None in self.slots:
             sequence = self.waiting[0]
+            self.held = not self.ready(sequence)
+            if self.held:
+                break
             slot = self.slots.index(None)
             tokens = self._first_tokens(sequence)
             need = self.kv.pages_needed(slot, tokens)
