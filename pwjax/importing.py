@@ -94,7 +94,7 @@ def _write_layers(
         if layer in done:
             continue
         error = {name: dict.fromkeys(geometry.widths, 0.0) for name in manifests.MATRICES}
-        energy = dict.fromkeys(manifests.MATRICES, 0.0)
+        energy: dict[str, float] = dict.fromkeys(manifests.MATRICES, 0.0)
         with writer.layer(layer) as file:
             file.record = {"damage": []}
             for expert, matrix, block, weight in _blocks(source, exact, layer):
@@ -118,7 +118,8 @@ def _blocks(
     weights = None if exact is None else [bf16(exact.flat[name][layer]) for name in EXPERTS]
     for expert in range(source.config.num_experts):
         for matrix in (0, 1):
-            yield expert, matrix, source.block(layer, expert, matrix), weights and weights[matrix][expert]
+            weight = None if weights is None else weights[matrix][expert]
+            yield expert, matrix, source.block(layer, expert, matrix), weight
 
 
 def _key(source: AnyPrecisionPack, original: HFCheckpoint | None, geometry: Geometry) -> str:

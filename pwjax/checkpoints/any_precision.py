@@ -6,9 +6,9 @@ A directory with the Hugging Face ``config.json``, whose field ``anyprec`` gives
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -39,7 +39,7 @@ def is_pack(path: str | os.PathLike) -> bool:
 class AnyPrecisionPack:
     """A pack whose names, types and shapes were checked, read on demand.
 
-    ``path``, ``config`` (ModelConfig), ``widths`` (seed to parent), ``files`` (those that hold tensors). Raises
+    ``path``, ``config`` (ModelConfig), ``widths`` (seed to parent), ``files`` (list of those that hold tensors). Raises
     CheckpointError, with a sentence that names every tensor that is missing, unexpected or misshapen.
     """
 
@@ -48,10 +48,9 @@ class AnyPrecisionPack:
         data = read_json(self.path / CONFIG)
         self.widths = _widths(data.pop(FIELD, None), self.path / CONFIG)
         self.config: ModelConfig = model_config(self.path, data)
-        self._tensors: Mapping[str, Any] = _open(self.path)
-        self.files = sorted({self.path / PICKLE} if (self.path / PICKLE).exists() else self._tensors.files)
+        self._shapes, self.files, self._read = _open(self.path)
         # The names that the matrices had before they were quantized.
-        names = {n.removesuffix(_CODES) + _WEIGHT if n.endswith(_CODES) else n for n in self._tensors}
+        names = {n.removesuffix(_CODES) + _WEIGHT if n.endswith(_CODES) else n for n in self._shapes}
         self._names = Names(self.config, names)
         problems = self._problems()
         if problems:
@@ -80,8 +79,8 @@ class AnyPrecisionPack:
     def _fill(self, shape: tuple[int, ...], parts: list[Part]) -> np.ndarray:
         out = np.empty(shape, ml_dtypes.bfloat16)
         for part in parts:
-            whole = part.name in self._tensors
-            value = self._tensors[part.name] if whole else dequantize(self._block([part]), self.widths[-1])
+            whole = part.name in self._shapes
+            value = self._read(part.name) if whole else dequantize(self._block([part]), self.widths[-1])
             out[part.index] = bf16(value)
         return out
 
@@ -89,7 +88,7 @@ class AnyPrecisionPack:
         stored = []
         for part in parts:
             stem = part.name.removesuffix(_WEIGHT)
-            stored.append((self._tensors[stem + _CODES], {b: self._tensors[f"{stem}.lut{b}"] for b in self.widths}))
+            stored.append((self._read(stem + _CODES), {b: self._read(f"{stem}.lut{b}") for b in self.widths}))
         try:
             return pack_block(stored)
         except ValueError as error:
@@ -100,11 +99,10 @@ class AnyPrecisionPack:
     def _problems(self) -> list[str]:
         """What is wrong with the tensors; experts must be quantized, anything else may be."""
         wanted: dict[str, tuple[int, ...]] = {}
-        found = self._tensors.keys()
         for param, _, parts in self._names.all_parts():
             for part in parts:
                 stem = part.name.removesuffix(_WEIGHT)
-                if param not in EXPERTS and stem + _CODES not in found:
+                if param not in EXPERTS and stem + _CODES not in self._shapes:
                     wanted[part.name] = part.shape
                     continue
                 rows, cols = part.shape
@@ -113,51 +111,41 @@ class AnyPrecisionPack:
                 wanted[stem + _CODES] = (self.widths[-1], rows, cols // 32)
                 wanted |= {f"{stem}.lut{b}": (rows, 1 << b) for b in self.widths}
         spare = {**self._names.empty_shared(), self._names.head: wanted.get(self._names.embedding, ())}
-        have = {n: s for n, s in self._tensors.shapes.items() if n in wanted or n not in spare}
+        have = {n: s for n, s in self._shapes.items() if n in wanted or n not in spare}
         have = {n: s for n, s in have.items() if not n.endswith(".rotary_emb.inv_freq")}
         return collapse(shape_problems(have, wanted))
 
 
-class _Pickled(dict):
-    """Tensors of a ``pytorch_model.bin`` by name, given out as NumPy arrays."""
+class _Tensors(NamedTuple):
+    """Tensors of a pack: their ``shapes`` by name, the ``files`` they lie in, and ``read(name)``."""
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(dict.__getitem__(self, name).shape) for name in self}
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        tensor = super().__getitem__(name)
-        # NumPy has no bfloat16 of torch's.
-        return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
+    shapes: dict[str, tuple[int, ...]]
+    files: list[Path]
+    read: Callable[[str], np.ndarray]
 
 
-class _Safe(dict):
-    """Headers of safetensors by name; items are read when they are asked for."""
+def _open(path: Path) -> _Tensors:
+    return _open_pickle(path / PICKLE) if (path / PICKLE).exists() else _open_safetensors(path)
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: dict.__getitem__(self, name).shape for name in self}
 
-    @property
-    def files(self) -> set[Path]:
-        return {dict.__getitem__(self, name).file for name in self}
+def _open_safetensors(path: Path) -> _Tensors:
+    headers = read_headers(path)
+    if headers.problems:
+        raise CheckpointError(f"the pack at {path} cannot be used: {'; '.join(headers.problems)}")
 
-    def __getitem__(self, name: str) -> np.ndarray:
-        file = super().__getitem__(name).file
+    def read(name: str) -> np.ndarray:
+        file = headers.tensors[name].file
         try:
             with safe_open(file, "numpy") as opened:
                 return opened.get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from error
 
+    files = sorted({tensor.file for tensor in headers.tensors.values()})
+    return _Tensors({name: tensor.shape for name, tensor in headers.tensors.items()}, files, read)
 
-def _open(path: Path) -> "_Pickled | _Safe":
-    pickle = path / PICKLE
-    if not pickle.exists():
-        headers = read_headers(path)
-        if headers.problems:
-            raise CheckpointError(f"the pack at {path} cannot be used: {'; '.join(headers.problems)}")
-        return _Safe(headers.tensors)
+
+def _open_pickle(pickle: Path) -> _Tensors:
     try:
         import torch
     except ImportError:
@@ -172,7 +160,13 @@ def _open(path: Path) -> "_Pickled | _Safe":
         raise CheckpointError(f"{pickle} is not a file of tensors alone and is not loaded: {reason}") from error
     if not isinstance(tensors, dict) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
         raise CheckpointError(f"{pickle} does not hold tensors by name")
-    return _Pickled(tensors)
+
+    def read(name: str) -> np.ndarray:
+        tensor = tensors[name]
+        # NumPy lacks torch's bfloat16.
+        return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+    return _Tensors({name: tuple(tensor.shape) for name, tensor in tensors.items()}, [pickle], read)
 
 
 def _widths(facts: Any, file: Path) -> tuple[int, ...]:
