@@ -49,7 +49,7 @@ def stack_layers(config: ModelConfig, name: str) -> tuple[int, ...]:
     All of them, but for the attention of a model with several kinds, ``layers/attn_<kind>/...``.
     """
     group = name.split("/")[1]
-    if not group.startswith("attn_"):
-        return tuple(range(config.num_layers))
-    index = [kind.name for kind in config.attention_kinds].index(group.removeprefix("attn_"))
-    return tuple(layer for layer, own in enumerate(config.layer_kinds) if own == index)
+    for kind, layers in zip(config.attention_kinds, config.kind_layers, strict=True):
+        if config.other_kinds and group == config.attention_group(kind):
+            return layers
+    return tuple(range(config.num_layers))
