@@ -41,8 +41,8 @@ def test_three_sources_agree(tmp_path, tiny_config, tiny_params, tiny_artifact):
 
 def test_writing_a_checkpoint_holds_one_layer(tmp_path):
     config = ModelConfig(
-        model_type="qwen2_moe", vocab_size=64, hidden_size=64, num_layers=12, num_heads=4, num_kv_heads=4,
-        head_dim=64, num_experts=2, top_k=1, expert_size=64, shared_size=64, norm_topk_prob=False, rms_eps=1e-6,
+        model_type="qwen2_moe", vocab_size=64, hidden_size=128, num_layers=12, num_heads=4, num_kv_heads=4,
+        head_dim=64, num_experts=2, top_k=1, expert_size=128, shared_size=128, norm_topk_prob=False, rms_eps=1e-6,
         rope_theta=1e4, max_positions=32, tie_embeddings=False, qkv_bias=True,
     )  # fmt: skip
     shapes = param_shapes(config)
@@ -53,8 +53,8 @@ def test_writing_a_checkpoint_holds_one_layer(tmp_path):
     layer_bytes = sum(v.nbytes for n, v in params.items() if n.startswith("layers/")) // config.num_layers
     outer_bytes = total_bytes - layer_bytes * config.num_layers
     del params
-    # Twice for a copy on its way, and what Python itself needs.
-    allowed = 2 * (layer_bytes + outer_bytes) + (64 << 10)
+    # Twice for a copy on its way, and what names and headers of all tensors need.
+    allowed = 2 * (layer_bytes + outer_bytes) + (256 << 10)
     assert allowed < total_bytes / 2
     tracemalloc.start()
     try:
