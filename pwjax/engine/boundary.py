@@ -110,7 +110,10 @@ class Boundaries:
 
     def commit(self) -> BoundaryReport:
         """Let the pager collect, commit and start copies; keep count and log."""
-        report = self.parts.pager.boundary(self.index, self.parts.decisions.outcome(self.index))
+        parts = self.parts
+        growth = self.scheduler.growth_pages(parts.shapes.decode_tokens)
+        urgent = self.scheduler.blocked_pages > 0 or growth > parts.allocator.free_pages
+        report = parts.pager.boundary(self.index, parts.decisions.outcome(self.index), urgent)
         self.starved = bool(report.blocked_pages) and not self.parts.pager.moving.any()
         self.parts.meter.observe()
         bits = self.parts.table.mean_bits(self.parts.pager.committed)

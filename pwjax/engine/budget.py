@@ -24,7 +24,8 @@ from pwjax import environment
 from pwjax.config import ModelConfig
 from pwjax.engine.steps import StepShapes, compile_step
 from pwjax.errors import BudgetError
-from pwjax.memory.arena import COMMIT_WIDTHS, commit_programs, program_memory
+from pwjax.memory.arena import COMMIT_WIDTHS, commit_programs, padded_pages, program_memory
+from pwjax.memory.moves import largest_demotion_pages
 
 # Arena of the stand-in compilation: the null page and a few more.
 STAND_IN_PAGES = 8
@@ -186,7 +187,11 @@ def plan_memory(
         low = high = int(table.total_pages(fixed_bits))
     moves = fixed_bits is None
     # A fixed plan stages only while it loads, before any sequence runs; one commit at a time is enough then.
-    staging = COMMIT_WIDTHS[-1] * page_bytes * (STAGING_COMMITS if moves else 1)
+    staging_pages = COMMIT_WIDTHS[-1] * (STAGING_COMMITS if moves else 1)
+    if moves:
+        # A demotion in one part needs no free page, so pressure can always be answered.
+        staging_pages = max(staging_pages, padded_pages(largest_demotion_pages(shapes.geometry)))
+    staging = staging_pages * page_bytes
     rest = tree_bytes(params) + with_kv + page_table + step_bytes + commit_bytes + staging
     smallest = rest + (1 + low + sequence_pages) * page_bytes
     if budget_bytes is None:

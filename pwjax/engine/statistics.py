@@ -52,6 +52,8 @@ def run_statistics(parts: Parts, preemptions: int, lowest_bits: float, last_fail
             "failed": counters.failed,
             "blocks_given_up": int(parts.pager.given_up.sum()),
             "last_failure": last_failure,
+            "engine_seconds": parts.pager.pace.spent_s,
+            "engine_share": parts.pager.pace.share_spent,
         },
         "scheduler": {"slots": parts.shapes.slots, "preemptions": preemptions},
         "versions": versions(),

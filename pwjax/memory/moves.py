@@ -11,11 +11,35 @@ in one part.
 """
 
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 
 from pallas_kernels.pages import Geometry
-from pwjax.memory.transfer import TransferHandle
+from pwjax.memory.allocator import PageError
+from pwjax.memory.transfer import StagedPages, TransferHandle
+
+
+class MoveState(Enum):
+    """Where the pages of a move are; see :data:`TRANSITIONS`."""
+
+    HOST = "on the host; arena pages are reserved, no copy runs"
+    IN_FLIGHT = "a copy runs, its words count as staged"
+    STAGED = "the words are on the device, in no table"
+    RESIDENT = "the new epoch names the new pages, the old ones still belong to the block"
+    RETIRED = "the old pages are free"
+    DROPPED = "forgotten: failed, late or not wanted any more; the reservation is free"
+
+
+# What may follow what. A move in parts goes around HOST, IN_FLIGHT, STAGED once a part.
+TRANSITIONS = {
+    MoveState.HOST: (MoveState.IN_FLIGHT, MoveState.DROPPED),
+    MoveState.IN_FLIGHT: (MoveState.STAGED, MoveState.DROPPED),
+    MoveState.STAGED: (MoveState.HOST, MoveState.RESIDENT, MoveState.DROPPED),
+    MoveState.RESIDENT: (MoveState.RETIRED,),
+    MoveState.RETIRED: (),
+    MoveState.DROPPED: (),
+}
 
 
 @dataclass(frozen=True)
@@ -48,11 +72,13 @@ def move_shape(geometry: Geometry, matrix: int, from_bits: int, to_bits: int, pa
 
 @dataclass
 class Move:
-    """A move in flight.
+    """A move under way.
 
-    ``targets`` arena page of each write, ``new_ids`` the block's pages in slot order afterwards, ``reserved`` those it
-    took, ``frees`` those it returns (all int32); ``written`` pages of earlier parts are in the arena already.
-    ``staged_pages`` padded pages of the part in flight count against staging; ``handle`` None waits for its turn.
+    ``state`` changes by :meth:`enter` alone. ``targets`` arena page of each write, ``new_ids`` the block's pages in
+    slot order afterwards, ``reserved`` those it took, ``frees`` those it returns (all int32); ``written`` pages of
+    earlier parts are in the arena already.
+    ``staged_pages`` padded pages of the part under way count against staging; ``handle`` its copy while in flight,
+    ``staged`` its words afterwards.
     """
 
     block: int
@@ -67,7 +93,15 @@ class Move:
     written: int = 0
     staged_pages: int = 0
     handle: TransferHandle | None = None
+    staged: StagedPages | None = None
     started_s: float = 0.0
+    state: MoveState = MoveState.HOST
+
+    def enter(self, state: MoveState) -> None:
+        """Go on to ``state``; :class:`PageError` where :data:`TRANSITIONS` does not allow it."""
+        if state not in TRANSITIONS[self.state]:
+            raise PageError(f"block {self.block}: a move cannot go from {self.state.name} to {state.name}")
+        self.state = state
 
     @property
     def part(self) -> slice:
@@ -95,3 +129,16 @@ def make_move(
     targets = np.concatenate([reserved, pool[:own]])
     new_ids = np.concatenate([kept, targets])
     return Move(block, from_bits, to_bits, shape.writes, targets, new_ids, reserved, pool[own:], part_pages)
+
+
+def largest_demotion_pages(geometry: Geometry) -> int:
+    """Pages that the largest demotion stages. Staging that holds them keeps every demotion in one part, so that it
+    needs no free page."""
+    below = {high: [b for b in geometry.all_bits if b < high] for high in geometry.all_bits}
+    shapes = [
+        move_shape(geometry, matrix, high, low, 1 << 30)
+        for matrix in (0, 1)
+        for high, lows in below.items()
+        for low in lows
+    ]
+    return max((len(shape.writes) for shape in shapes), default=0)

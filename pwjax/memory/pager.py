@@ -13,6 +13,10 @@ or comes back short leaves the old epoch in force and returns its reservation; i
 number of boundaries, and after ``tries`` failures in a row the block keeps its committed bits for the rest of the run.
 Pages in use (blocks, reservations, KV) are bounded by the arena, staged words by ``staging_pages``: nothing starts
 before its place is reserved, and the words of a commit are gone before the next copies start.
+
+Movement never holds a step up: copies run in threads, nothing is waited for, and :class:`~pwjax.memory.pacing.Pace`
+bounds the time that boundaries take. What has landed and is not taken waits, staged, for a later boundary; demotions
+go first, and do not wait where KV needs their pages now.
 """
 
 import time
@@ -25,10 +29,12 @@ import numpy as np
 from pallas_kernels.pages import Geometry
 from pwjax.memory.allocator import PageAllocator, PageError
 from pwjax.memory.arena import Arena, padded_pages
-from pwjax.memory.moves import Move, MoveShape, make_move, move_shape
+from pwjax.memory.moves import Move, MoveShape, MoveState, make_move, move_shape
+from pwjax.memory.pacing import Pace
 from pwjax.memory.page_table import PageTableState, block_owner
 from pwjax.memory.report import BoundaryReport, Commit, Counters, Outcome
-from pwjax.memory.transfer import StagedPages, Transfer, TransferError, TransferHandle, TransferJob
+from pwjax.memory.retries import Retries
+from pwjax.memory.transfer import Transfer, TransferError, TransferHandle, TransferJob
 
 
 def move_owner(block: int) -> tuple[str, int]:
@@ -40,8 +46,9 @@ class Pager:
     """Owner of the blocks' pages and the only writer of the page table. Only the engine thread calls it.
 
     ``staging_pages`` bounds the padded pages of staged words alive on the device at any time; ``late_s`` seconds of
-    ``clock`` make a copy late; ``tries`` failures in a row freeze a block. ValueError where the staging budget does
-    not hold the smallest commit.
+    ``clock`` make a copy late; ``tries`` failures in a row freeze a block; ``pace`` bounds the time of boundaries
+    (None: as much as promised, measured by ``clock``). ValueError where the staging budget does not hold the smallest
+    commit.
     """
 
     def __init__(
@@ -56,6 +63,7 @@ class Pager:
         staging_pages: int,
         late_s: float = 60.0,
         tries: int = 4,
+        pace: Pace | None = None,
     ):
         width = arena.page_widths[0]
         if staging_pages < width:
@@ -64,11 +72,11 @@ class Pager:
         self.staging_pages = staging_pages
         self.counters = Counters()
         self.desired = np.zeros(table.blocks, np.int32)
-        self._transfer, self._clock, self._late_s, self._tries = transfer, clock, late_s, tries
+        self.pace = pace or Pace(clock)
+        self._transfer, self._clock, self._late_s = transfer, clock, late_s
+        self._retries = Retries(table.blocks, tries)
         self._part_pages = staging_pages // width * width
         self._rank = np.arange(table.blocks)
-        self._frozen = np.zeros(table.blocks, bool)
-        self._failures: dict[int, tuple[int, int]] = {}  # block -> (failures in a row, boundary of the next try)
         self._moves: dict[int, Move] = {}
         self._draining: list[tuple[TransferHandle, int]] = []  # cancelled copies whose words may still live
         self._shapes: dict[tuple[int, int, int], MoveShape] = {}
@@ -94,7 +102,7 @@ class Pager:
     @property
     def given_up(self) -> np.ndarray:
         """bool[n]: blocks that failed too often and keep their bits; a policy should leave them alone too."""
-        return self._frozen.copy()
+        return self._retries.given_up.copy()
 
     @property
     def idle(self) -> bool:
@@ -138,11 +146,12 @@ class Pager:
         try:
             while queue or self._moves:
                 self._fill(queue)
-                move = next(move for move in self._moves.values() if move.handle is not None)
-                self._write(move, self._staged(move))
+                move = next(move for move in self._moves.values() if move.state is MoveState.IN_FLIGHT)
+                self._land(move)
+                self._write(move)
                 self.arena.wait()
-                if move.written == len(move.writes):
-                    self._finish(move)
+                if move.state is MoveState.RESIDENT:
+                    self._retire(move)
                     done += 1
                     if progress:
                         progress(done, self.table.blocks)
@@ -159,27 +168,27 @@ class Pager:
         """
         bits = self._checked_bits(target_bits)
         # A policy sees committed bits of a moving block; taking its word would cancel the move it asked for.
-        keep = self.moving | self._frozen
+        keep = self.moving | self._retries.given_up
         self.desired = np.where(keep, self.desired, bits).astype(np.int32)
         self._rank = np.arange(self.table.blocks) + len(order)
         self._rank[list(order)] = np.arange(len(order))
 
-    def boundary(self, index: int, outcome: Outcome | None = None) -> BoundaryReport:
+    def boundary(self, index: int, outcome: Outcome | None = None, urgent: bool = False) -> BoundaryReport:
         """Collect, commit, retire and start copies between two compiled steps; ``index`` grows by one each time.
 
-        With ``outcome`` (from a log) it waits for exactly these copies, starts exactly these moves and leaves the
-        clock alone; :class:`PageError` where one of them is not in flight, and what a copy raises passes through.
+        ``urgent``: KV lacks pages now, so demotions are taken whatever they cost. With ``outcome`` (from a log) it
+        waits for exactly these copies, starts exactly these moves and leaves clock and pace alone;
+        :class:`PageError` where one of them is not under way, and what a copy raises passes through.
         """
-        landed, failed = self._collect() if outcome is None else self._replayed(outcome)
-        blocks = tuple(move.block for move, _ in landed)
+        self.pace.begin()
+        landed, failed = self._collect(urgent) if outcome is None else self._replayed(outcome)
+        blocks = tuple(move.block for move in landed)
         commits = self._commit(landed)
         given_up = [move.block for move, _ in failed if self._fail(move, index)]
-        # The budget counts staged words once: these references must go before the next copies start.
-        landed.clear()
         started, blocked_pages = self._fill(deque(self._queue(index) if outcome is None else outcome.started))
         if outcome is not None:
             blocked_pages = outcome.blocked_pages  # moves that the log passed over are not in its ``started``
-        return BoundaryReport(
+        report = BoundaryReport(
             boundary=index,
             epoch=self.table.epoch,
             committed=tuple(commits),
@@ -190,6 +199,8 @@ class Pager:
             blocked_pages=blocked_pages,
             queued=len(self._queue()),
         )
+        self.pace.end()
+        return report
 
     def cancel_promotions(self) -> int:
         """Drop every promotion, queued or in flight; returns the reserved pages that are free again at once."""
@@ -225,27 +236,40 @@ class Pager:
 
     # Collect
 
-    def _collect(self) -> tuple[list[tuple[Move, StagedPages]], list[tuple[Move, str]]]:
-        landed, failed = [], []
+    def _collect(self, urgent: bool) -> tuple[list[Move], list[tuple[Move, str]]]:
+        """Staged moves that the pace lets in, demotions first, and those whose copy failed or is late."""
+        failed = []
         now = self._clock()
         for move in self._moves.values():
-            if move.handle is None:
+            if move.state is not MoveState.IN_FLIGHT:
                 continue
+            assert move.handle is not None
             if move.handle.done():
                 try:
-                    landed.append((move, self._staged(move)))
+                    self._land(move)
                 except Exception as error:  # whatever went wrong with a copy, the old epoch stays
                     failed.append((move, f"{type(error).__name__}: {error}"))
             elif now - move.started_s > self._late_s:
                 failed.append((move, f"late: no copy after {now - move.started_s:.1f} s"))
+        staged = [move for move in self._moves.values() if move.state is MoveState.STAGED]
+        staged.sort(key=lambda move: move.promotes)
+        landed = []
+        for move in staged:
+            if not self.pace.take(move.staged_pages, urgent and not move.promotes):
+                break
+            landed.append(move)
         return landed, failed
 
-    def _replayed(self, outcome: Outcome) -> tuple[list[tuple[Move, StagedPages]], list[tuple[Move, str]]]:
+    def _replayed(self, outcome: Outcome) -> tuple[list[Move], list[tuple[Move, str]]]:
+        under_way = (MoveState.IN_FLIGHT, MoveState.STAGED)
         named = [*outcome.landed, *(block for block, _ in outcome.failed)]
-        strange = [b for b in named if b not in self._moves or not self._moves[b].handle]
+        strange = [b for b in named if b not in self._moves or self._moves[b].state not in under_way]
         if strange:
             raise PageError(f"the log names copies that are not in flight: blocks {strange}")
-        landed = [(self._moves[block], self._staged(self._moves[block])) for block in outcome.landed]
+        landed = [self._moves[block] for block in outcome.landed]
+        for move in landed:
+            if move.state is MoveState.IN_FLIGHT:
+                self._land(move)
         failed = [(self._moves[block], reason) for block, reason in outcome.failed]
         # Copies nobody wants may have ended earlier in the logged run: their staging must be free here too.
         unwanted = [move.handle for move, _ in failed] + [handle for handle, _ in self._draining]
@@ -255,61 +279,68 @@ class Pager:
                     handle.result()
         return landed, failed
 
-    def _staged(self, move: Move) -> StagedPages:
-        """Wait for the part in flight; :class:`TransferError` where it is not all there."""
+    def _land(self, move: Move) -> None:
+        """Wait for the part in flight and hold its words; :class:`TransferError` where it is not all there."""
         assert move.handle is not None
         staged = move.handle.result()
         job = self._job(move)
         shapes = [(width, self.arena.page_words) for width in job.chunks]
         if staged.pages != len(job.pages) or [words.shape for words in staged.words] != shapes:
             raise TransferError(f"the copy was cut short: {staged.pages} of {len(job.pages)} pages")
-        return staged
+        move.enter(MoveState.STAGED)
+        move.handle, move.staged = None, staged
 
     # Commit and retire
 
-    def _commit(self, landed: list[tuple[Move, StagedPages]]) -> list[Commit]:
+    def _commit(self, landed: list[Move]) -> list[Commit]:
         """Write what landed, put the new epoch in force, then free what no table names."""
-        commits, retired = [], []
-        for move, staged in landed:
-            self._write(move, staged)
-            if move.written == len(move.writes):
-                self._finish(move)
-                retired.append(move)
-                commit = Commit(move.block, move.from_bits, move.to_bits, len(move.writes), len(move.frees))
-                commits.append(commit)
-                self.counters.promotions += move.promotes
-                self.counters.demotions += not move.promotes
+        for move in landed:
+            self._write(move)
         if landed:
             self.arena.wait()
         self.counters.epochs += self.table.apply()
-        for move in retired:
-            self.allocator.free(move.frees, block_owner(move.block))
+        commits = []
+        for move in (m for m in landed if m.state is MoveState.RESIDENT):
+            self._retire(move)
+            commits.append(Commit(move.block, move.from_bits, move.to_bits, len(move.writes), len(move.frees)))
+            self.counters.promotions += move.promotes
+            self.counters.demotions += not move.promotes
         return commits
 
-    def _write(self, move: Move, staged: StagedPages) -> None:
-        """Write the part in flight to its pages; live pages of the block only with its last part."""
-        ids = move.targets[move.part]
+    def _write(self, move: Move) -> None:
+        """Write the staged part to its pages; with the last part, the only one that may overwrite live pages of the
+        block, point the table at the new ones."""
+        assert move.staged is not None
+        staged, ids = move.staged, move.targets[move.part]
         for words in staged.words:
             self.arena.commit_pages(ids[: len(words)], words)
             ids = ids[len(words) :]
         self.counters.pages += staged.pages
         self.counters.bytes += staged.pages * self.geometry.page_bytes
         move.written += staged.pages
-        move.handle, move.staged_pages = None, 0
-
-    def _finish(self, move: Move) -> None:
-        """Point the block at its new pages; ``move.frees`` still belong to it until the epoch is in force."""
+        # The budget counts staged words once: this reference must go before the next copies start.
+        move.staged, move.staged_pages = None, 0
+        if move.written < len(move.writes):
+            move.enter(MoveState.HOST)
+            return
+        move.enter(MoveState.RESIDENT)
         self.allocator.reassign(move.reserved, move_owner(move.block), block_owner(move.block))
         self.table.set_block(move.block, move.to_bits, move.new_ids)
-        self._failures.pop(move.block, None)
+
+    def _retire(self, move: Move) -> None:
+        """The new epoch is in force: free the pages that the block had before."""
+        self.allocator.free(move.frees, block_owner(move.block))
+        move.enter(MoveState.RETIRED)
+        self._retries.succeeded(move.block)
         del self._moves[move.block]
 
     def _drop(self, move: Move) -> None:
         """Forget a move: its copy drains (and counts as staged until it has ended), its reservation is free."""
+        move.enter(MoveState.DROPPED)
         if move.handle is not None:
             move.handle.cancel()
             self._draining.append((move.handle, move.staged_pages))
-            move.handle = None
+        move.handle = move.staged = None
         self.allocator.free(move.reserved, move_owner(move.block))
         del self._moves[move.block]
 
@@ -317,11 +348,8 @@ class Pager:
         """Drop a failed move and plan another try; True where the block is given up."""
         self._drop(move)
         self.counters.failed += 1
-        count = self._failures.get(move.block, (0, 0))[0] + 1
-        self._failures[move.block] = (count, index + (1 << (count - 1)))
-        if count < self._tries:
+        if not self._retries.failed(move.block, index):
             return False
-        self._frozen[move.block] = True
         self.desired[move.block] = move.from_bits
         return True
 
@@ -336,7 +364,7 @@ class Pager:
         blocks = blocks[np.lexsort((self._rank[blocks], self.desired[blocks] > committed[blocks]))].tolist()
         if index is None:
             return blocks
-        return [block for block in blocks if self._failures.get(block, (0, index))[1] <= index]
+        return [block for block in blocks if self._retries.may_start(block, index)]
 
     def _fill(self, queue: deque[int]) -> tuple[list[int], int]:
         """Start copies until the staging budget is full: ``(blocks started, pages the first blocked move lacks)``.
@@ -346,7 +374,7 @@ class Pager:
         """
         started, blocked_pages = [], 0
         for move in self._moves.values():
-            if move.handle is None and not self._submit(move):
+            if move.state is MoveState.HOST and not self._submit(move):
                 return started, blocked_pages
         while queue:
             block = queue[0]
@@ -373,6 +401,7 @@ class Pager:
         staged = self.staged_pages + size
         if staged > self.staging_pages:
             return False
+        move.enter(MoveState.IN_FLIGHT)
         move.handle, move.staged_pages, move.started_s = self._transfer.submit(job), size, self._clock()
         self.counters.staging_peak_pages = max(self.counters.staging_peak_pages, staged)
         return True

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from pwjax.memory.arena import COMMIT_WIDTHS, split_widths
 
@@ -80,8 +81,19 @@ class Transfer(Protocol):
         ...
 
 
-def stage(store: PageStore, job: TransferJob) -> StagedPages:
-    """Read a job and copy it to the device; returns when the device has it. Raises what the store raises."""
+def pinned_host(device: jax.Device) -> SingleDeviceSharding | None:
+    """Page-locked host memory of a device that copies from it without stopping the host; None on a CPU."""
+    if device.platform == "cpu":
+        return None
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    return SingleDeviceSharding(device, memory_kind="pinned_host") if "pinned_host" in kinds else None
+
+
+def stage(store: PageStore, job: TransferJob, pinned: SingleDeviceSharding | None = None) -> StagedPages:
+    """Read a job and copy it to the device, by way of ``pinned`` memory where there is any.
+
+    Returns when the device has it. Raises what the store raises.
+    """
     rows = store.read(job.layer, list(job.pages))
     if rows.dtype != np.uint32 or rows.ndim != 2 or len(rows) != len(job.pages):
         raise TransferError(f"asked for {len(job.pages)} pages, the store gave {rows.dtype} {rows.shape}")
@@ -90,7 +102,11 @@ def stage(store: PageStore, job: TransferJob) -> StagedPages:
         buffer = np.zeros((width, rows.shape[1]), np.uint32)
         part = rows[start : start + width]
         buffer[: len(part)] = part
-        words.append(jax.device_put(buffer))
+        if pinned is None:
+            words.append(jax.device_put(buffer))
+        else:
+            device = SingleDeviceSharding(next(iter(pinned.device_set)))
+            words.append(jax.device_put(jax.device_put(buffer, pinned), device))
         start += width
     return StagedPages(tuple(jax.block_until_ready(words)), len(rows))
 
@@ -155,11 +171,12 @@ class ThreadTransfer:
 
     def __init__(self, store: PageStore, workers: int = 2):
         self._store = store
+        self._pinned = pinned_host(jax.devices()[0])
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="pwjax-transfer")
 
     def submit(self, job: TransferJob) -> TransferHandle:
         """Queue a copy for the next free worker."""
-        return _Pending(self._pool.submit(stage, self._store, job))
+        return _Pending(self._pool.submit(stage, self._store, job, self._pinned))
 
     def close(self) -> None:
         """Drop queued copies, wait for running ones and end the threads."""

@@ -14,11 +14,12 @@ from pwjax.memory.allocator import PageAllocator, PageError
 from pwjax.memory.arena import Arena, padded_pages
 from pwjax.memory.faults import FakeStore, Fate, FaultyTransfer
 from pwjax.memory.kv import KVKind, KVPages
-from pwjax.memory.moves import move_shape
+from pwjax.memory.moves import TRANSITIONS, MoveState, largest_demotion_pages, make_move, move_shape
+from pwjax.memory.pacing import Pace
 from pwjax.memory.page_table import PageTableState
 from pwjax.memory.pager import Pager
 from pwjax.memory.report import Outcome
-from pwjax.memory.transfer import SyncTransfer, ThreadTransfer, TransferError, TransferJob
+from pwjax.memory.transfer import SyncTransfer, ThreadTransfer, TransferError, TransferJob, stage
 
 GEOMETRY = Geometry(64, (2, 3, 4), True, BlockShape(32, 64, 4), BlockShape(32, 96, 4))
 LAYERS, EXPERTS, BLOCKS = 2, 2, 8
@@ -375,6 +376,81 @@ def test_no_plan_compiles_anything():
         rig.settle()
     assert rig.arena.programs == programs and rig.arena.array.unsafe_buffer_pointer() == pointer
     rig.check()
+
+
+@pytest.mark.parametrize("state", MoveState)
+def test_a_move_refuses_every_transition_but_the_listed_ones(state):
+    for target in MoveState:
+        shape = move_shape(GEOMETRY, 0, 3, 2, 32)
+        old, reserved = np.arange(1, 1 + GEOMETRY.block_pages(0, 3)), np.arange(100, 100 + shape.reserve)
+        move = make_move(0, 3, 2, shape, old, reserved, 32)
+        move.state = state
+        if target in TRANSITIONS[state]:
+            move.enter(target)
+            assert move.state is target
+        else:
+            with pytest.raises(PageError, match=f"{state.name} to {target.name}"):
+                move.enter(target)
+
+
+def test_staging_that_holds_the_largest_demotion_makes_every_demotion_free():
+    part = largest_demotion_pages(GEOMETRY)
+    for matrix in (0, 1):
+        for high in GEOMETRY.all_bits:
+            for low in (b for b in GEOMETRY.all_bits if b < high):
+                assert move_shape(GEOMETRY, matrix, high, low, part).reserve == 0
+    assert any(move_shape(GEOMETRY, m, 16, 4, part - 1).reserve for m in (0, 1))
+
+
+class CostlyClock(Clock):
+    """Every commit of an arena takes time."""
+
+    def charge(self, arena, seconds):
+        commit = arena.commit_pages
+
+        def costly(ids, words):
+            self.now += seconds
+            commit(ids, words)
+
+        arena.commit_pages = costly
+
+
+def test_moves_wait_staged_while_the_account_is_empty_and_urgent_demotions_do_not():
+    rig = Rig(3, spare=60, staging=64)
+    clock = CostlyClock()
+    rig.pager.pace = Pace(clock, share=0.02, saved_s=0.001, page_s=0.01)
+    clock.charge(rig.arena, 0.01)
+    rig.pager.request(plan(b0=2, b1=2, b2=2, b4=4, b5=4))
+    assert len(rig.boundary().started) == 5
+    clock.now += 0.01
+    landed = [rig.boundary().landed]  # one demotion overdraws the account
+    assert landed == [(0,)]
+    for _ in range(5):
+        clock.now += 0.01
+        landed.append(rig.boundary().landed)
+        rig.check()
+    assert not any(landed[1:]) and rig.pager.staged_pages > 0
+    report = rig.pager.boundary(rig.index, urgent=True)
+    rig.index += 1
+    assert report.landed == (1, 2) and len(report.committed) == 2
+    while not rig.pager.idle:
+        clock.now += 0.01
+        rig.boundary()
+    rig.check()
+    np.testing.assert_array_equal(rig.pager.committed, plan(b0=2, b1=2, b2=2, b4=4, b5=4))
+    assert rig.pager.pace.share_spent < 0.03
+
+
+def test_staging_through_pinned_memory_gives_the_same_words():
+    device = jax.devices()[0]
+    if "pinned_host" not in {memory.kind for memory in device.addressable_memories()}:
+        pytest.skip("this backend has no pinned memory")
+    pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    job = TransferJob(0, 1, (1, 2, 3, 9, 8), WIDTHS)
+    straight, through = (stage(FakeStore(64), job, way) for way in (None, pinned))
+    for a, b in zip(straight.words, through.words, strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert b.sharding.memory_kind == "device" or b.sharding.memory_kind == a.sharding.memory_kind
 
 
 def test_threads_end_where_synchronous_copies_end():
