@@ -1,5 +1,8 @@
 """A page store and a transfer that misbehave on purpose, for tests of the pager and of anything built on it."""
 
+import random
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -73,3 +76,32 @@ class FaultyTransfer:
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+class FaultyStore:
+    """A page store some of whose reads raise, come short or come late, ``rate`` of them in all, drawn from ``seed``.
+
+    For real transfers over a real store: faults happen in the worker threads. ``faults`` counts them by kind.
+    """
+
+    KINDS = ("fail", "short", "late")
+
+    def __init__(self, store: PageStore, rate: float, seed: int, late_s: float = 0.05):
+        self._store, self._rate, self._late_s = store, rate, late_s
+        self._random, self._lock = random.Random(seed), threading.Lock()
+        self.faults = dict.fromkeys(self.KINDS, 0)
+        self.armed = False
+
+    def read(self, layer: int, pages: Sequence[int]) -> np.ndarray:
+        """What the store reads, unless a fault was drawn; none before ``armed`` is set."""
+        kind = None
+        with self._lock:
+            if self.armed and self._random.random() < self._rate:
+                kind = self._random.choice(self.KINDS)
+                self.faults[kind] += 1
+        if kind == "fail":
+            raise OSError("made to fail")
+        if kind == "late":
+            time.sleep(self._late_s)
+        rows = self._store.read(layer, pages)
+        return rows[:-1] if kind == "short" else rows
