@@ -80,13 +80,13 @@ class Boundaries:
         # The waiting sequence for which precision is being raised.
         self._raising: Sequence | None = None
 
-    def run(self, planning: bool = True) -> None:
-        """One boundary: let the policy plan (where ``planning`` and not frozen), and the pager commit."""
+    def run(self, settling: bool = False) -> None:
+        """One boundary: let the policy plan (not while ``settling`` or frozen), and the pager commit."""
         pager, decisions = self.parts.pager, self.parts.decisions
         self.index += 1
         self._committed = False
         told = self._tell(Boundary(self.index, "stats", self.routing.shares))
-        planning = planning and not self.frozen
+        planning = not (settling or self.frozen)
         if planning and self.scheduler.blocked_pages:
             pager.cancel_promotions()
         snapshot = self.observe() if told or planning else None
@@ -101,19 +101,19 @@ class Boundaries:
         told = told and self._tell(replace(told, phase="plan", plan=plan))
         report = BoundaryReport(self.index, self.parts.page_table.epoch)
         if not pager.idle or not self.frozen:
-            report = self.commit()
+            report = self.commit(idle=settling or not any(self.scheduler.slots))
         self._committed = True
         for asked in decisions.asked(self.index, late=True):
             self.ask("plan", asked)
         for phase in PHASES[3:]:
             told = told and self._tell(replace(told, phase=phase, report=report))
 
-    def commit(self) -> BoundaryReport:
-        """Let the pager collect, commit and start copies; keep count and log."""
+    def commit(self, idle: bool) -> BoundaryReport:
+        """Let the pager collect, commit and start copies; keep count and log. ``idle``: no sequence is held up."""
         parts = self.parts
         growth = self.scheduler.growth_pages(parts.shapes.decode_tokens)
         urgent = self.scheduler.blocked_pages > 0 or growth > parts.allocator.free_pages
-        report = parts.pager.boundary(self.index, parts.decisions.outcome(self.index), urgent)
+        report = parts.pager.boundary(self.index, parts.decisions.outcome(self.index), urgent=urgent, idle=idle)
         self.starved = bool(report.blocked_pages) and not self.parts.pager.moving.any()
         self.parts.meter.observe()
         bits = self.parts.table.mean_bits(self.parts.pager.committed)
@@ -142,7 +142,7 @@ class Boundaries:
         """Run boundaries without a policy until no move is left; PWJaxError after ``timeout_s`` seconds."""
         began = time.monotonic()
         while not self.parts.pager.idle:
-            self.run(planning=False)
+            self.run(settling=True)
             if time.monotonic() - began > timeout_s:
                 raise PWJaxError(f"precision moves did not finish within {timeout_s:g} seconds")
             time.sleep(0.0005)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 SHARE = 0.015
 # Most seconds saved up: what a burst of moves may take at once after a quiet time.
 SAVED_S = 0.02
+# Most seconds owed: a machine that stalls in a boundary must not stop movement for minutes.
+OWED_S = 0.2
 # A longer pause between two boundaries is no run time: nothing was running.
 PAUSE_S = 2.0
 
@@ -49,7 +51,7 @@ class Pace:
         """The boundary is over: pay for it."""
         spent = self._clock() - self._began_s
         self.spent_s += spent
-        self._account_s -= spent
+        self._account_s = max(self._account_s - spent, -OWED_S)
         if self._taken:
             self._page_s += 0.25 * (spent / self._taken - self._page_s)
 

@@ -173,15 +173,18 @@ class Pager:
         self._rank = np.arange(self.table.blocks) + len(order)
         self._rank[list(order)] = np.arange(len(order))
 
-    def boundary(self, index: int, outcome: Outcome | None = None, urgent: bool = False) -> BoundaryReport:
+    def boundary(
+        self, index: int, outcome: Outcome | None = None, *, urgent: bool = False, idle: bool = False
+    ) -> BoundaryReport:
         """Collect, commit, retire and start copies between two compiled steps; ``index`` grows by one each time.
 
-        ``urgent``: KV lacks pages now, so demotions are taken whatever they cost. With ``outcome`` (from a log) it
+        ``urgent``: KV lacks pages now, so demotions are taken whatever they cost; ``idle``: no sequence runs that
+        could be held up, so everything is. With ``outcome`` (from a log) it
         waits for exactly these copies, starts exactly these moves and leaves clock and pace alone;
         :class:`PageError` where one of them is not under way, and what a copy raises passes through.
         """
         self.pace.begin()
-        landed, failed = self._collect(urgent) if outcome is None else self._replayed(outcome)
+        landed, failed = self._collect(urgent, idle) if outcome is None else self._replayed(outcome)
         blocks = tuple(move.block for move in landed)
         commits = self._commit(landed)
         given_up = [move.block for move, _ in failed if self._fail(move, index)]
@@ -236,7 +239,7 @@ class Pager:
 
     # Collect
 
-    def _collect(self, urgent: bool) -> tuple[list[Move], list[tuple[Move, str]]]:
+    def _collect(self, urgent: bool, idle: bool) -> tuple[list[Move], list[tuple[Move, str]]]:
         """Staged moves that the pace lets in, demotions first, and those whose copy failed or is late."""
         failed = []
         now = self._clock()
@@ -255,7 +258,7 @@ class Pager:
         staged.sort(key=lambda move: move.promotes)
         landed = []
         for move in staged:
-            if not self.pace.take(move.staged_pages, urgent and not move.promotes):
+            if not self.pace.take(move.staged_pages, idle or (urgent and not move.promotes)):
                 break
             landed.append(move)
         return landed, failed
