@@ -97,7 +97,7 @@ def _parts(view: Outlook) -> Parts:
     page_table = PageTableState(config.num_layers, config.num_experts, shapes.geometry)
     pager = Pager(
         arena, allocator, page_table, shapes.geometry, transfer,  # pyright: ignore[reportArgumentType]
-        staging_pages=memory.staging_pages,
+        staging_pages=memory.staging_pages, clock=lambda: 0.0,
     )  # fmt: skip
     pager.load_initial(view.plan.bits)
     kv = KVPages(

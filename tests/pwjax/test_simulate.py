@@ -32,6 +32,10 @@ class Punctual(ThreadTransfer):
         return handle
 
 
+# No time passes, so movement is not paced; in a simulation it is free.
+NO_TIME = Injected(transfer=Punctual, clock=lambda: 0.0)
+
+
 def simulated(path, memory_budget, policy):
     view = outlook(Artifact.open(path), memory_budget_bytes=memory_budget, batch=3, policy=policy)
     return simulate(view, BURST)
@@ -54,7 +58,7 @@ def test_every_request_ends_within_the_budget(tiny_artifact, policy):
 def test_an_engine_on_the_same_trace_agrees(tiny_artifact, policy):
     limit = budget(Artifact.open(tiny_artifact), 60)
     found = simulated(tiny_artifact, limit, policy)
-    with load(tiny_artifact, limit, batch=3, policy=policy, injected=Injected(transfer=Punctual)) as engine:
+    with load(tiny_artifact, limit, batch=3, policy=policy, injected=NO_TIME) as engine:
         done = run_trace(engine, BURST)
         stats = engine.stats()
     assert sum(c.finish_reason != "refused" for c in done) == found.finished
