@@ -100,10 +100,7 @@ def _parts(view: Outlook) -> Parts:
         staging_pages=memory.staging_pages, clock=lambda: 0.0,
     )  # fmt: skip
     pager.load_initial(view.plan.bits)
-    kv = KVPages(
-        allocator, slots=shapes.slots, layers=config.num_layers, max_tokens=shapes.context,
-        page_words=shapes.geometry.page_words, row_words=shapes.row_words,
-    )  # fmt: skip
+    kv = KVPages(allocator, shapes.kv_kinds, shapes.slots)
     held = memory.dense_bytes + memory.arena_bytes + memory.table_bytes - page_table_bytes(config, shapes.geometry)
     stub: Any = SimpleNamespace(close=lambda: None)
     return Parts(
