@@ -12,7 +12,8 @@ import numpy as np
 from pwjax.engine.parts import Parts
 from pwjax.engine.sampling import SamplingArrays
 from pwjax.engine.sequence import Sequence
-from pwjax.engine.steps import STOP_IDS, Sampled, Slots
+from pwjax.engine.steps import STOP_IDS, Sampled, Slots, compile_step
+from pwjax.errors import BudgetError
 from pwjax.memory import program_memory
 from pwjax.models import RoutingStats
 
@@ -28,13 +29,9 @@ class Dispatcher:
 
     def prefill(self, sequence: Sequence) -> tuple[Sampled, RoutingStats]:
         """The next chunk of a sequence; the sampled token (on the host) counts after the last chunk only."""
-        parts, shapes = self._parts, self._parts.shapes
-        left = sequence.prefill_target - sequence.kv_tokens
-        # Depends on the prompt alone, so that neighbours and pressure do not change how it is cut.
-        bucket = next((c for c in shapes.chunks if c >= left), shapes.chunks[-1])
-        count = min(left, bucket)
-        tokens = np.zeros((1, bucket), np.int32)
-        tokens[0, :count] = sequence.tokens(sequence.kv_tokens, count)
+        parts = self._parts
+        bucket, count = self._cut(sequence)
+        tokens = _padded(sequence.tokens(sequence.kv_tokens, count), bucket)
         slots = self._slots([sequence], [count])
         with parts.meter.prefill.timed():
             sampled, rows, stats = self._run(("prefill", bucket), tokens, np.int32(sequence.slot), slots)
@@ -43,6 +40,25 @@ class Dispatcher:
         parts.meter.prefill.tokens += count
         sequence.kv_tokens += count
         return sampled, stats
+
+    def score(self, sequence: Sequence) -> tuple[np.ndarray, RoutingStats]:
+        """The next chunk of a sequence: float32[count] log-probabilities of the tokens that follow those of it.
+
+        Compiled when it is first asked for; BudgetError where its program does not fit beside the arena.
+        """
+        parts = self._parts
+        bucket, count = self._cut(sequence)
+        self._compile(("score", bucket))
+        start = sequence.kv_tokens
+        tokens, targets = (_padded(sequence.tokens(at, count), bucket) for at in (start, start + 1))
+        slots = self._slots([sequence], [count])
+        with parts.meter.prefill.timed():
+            logprobs, rows, stats = self._run(("score", bucket), tokens, targets, np.int32(sequence.slot), slots)
+            self._commit(parts.kv.places(sequence.slot, start, count, bucket), rows)
+            logprobs = np.array(logprobs)
+        parts.meter.prefill.tokens += count
+        sequence.kv_tokens += count
+        return logprobs[:count], stats
 
     def decode(self, running: Seq[Sequence | None], limits: Seq[int]) -> tuple[Sampled, RoutingStats]:
         """Up to ``limits[slot]`` tokens of the sequence in every slot, None sits out; the tokens are on the host."""
@@ -63,7 +79,28 @@ class Dispatcher:
         self._commit([[np.stack(a, axis=2) for a in zip(*kind, strict=True)] for kind in by_kind], rows)
         return sampled, stats
 
-    def _run(self, key: tuple[str, int], *arguments) -> tuple[Sampled, tuple[jax.Array, ...], RoutingStats]:
+    def _cut(self, sequence: Sequence) -> tuple[int, int]:
+        """Program and tokens of the next chunk: by the prompt alone, so that neighbours and pressure change nothing."""
+        chunks, left = self._parts.shapes.chunks, sequence.prefill_target - sequence.kv_tokens
+        bucket = next((c for c in chunks if c >= left), chunks[-1])
+        return bucket, min(left, bucket)
+
+    def _compile(self, key: tuple[str, int]) -> None:
+        parts = self._parts
+        if key in parts.programs:
+            return
+        with parts.meter.compiling():
+            program = compile_step(parts.shapes, key, parts.memory.num_pages, parts.params)
+        sizes = program_memory(program)
+        need = sizes.temp_bytes + sizes.output_bytes - sizes.alias_bytes
+        if need > parts.memory.step_bytes:
+            raise BudgetError(
+                f"the program {key[0]} {key[1]} needs {need} bytes, but the budget has {parts.memory.step_bytes} for "
+                "the programs of generation; load with a larger batch, which has larger programs"
+            )
+        parts.programs[key], self._program_bytes[key] = program, need
+
+    def _run(self, key: tuple[str, int], *arguments) -> tuple[Any, tuple[jax.Array, ...], RoutingStats]:
         parts = self._parts
         parts.kv.apply()
         parts.meter.observe(self._program_bytes[key])
@@ -97,3 +134,10 @@ class Dispatcher:
         sampling = sequence.request.sampling
         eos = () if sampling.ignore_eos else self._parts.shapes.config.eos_token_ids
         return (*eos, *sampling.stop_token_ids)[:STOP_IDS]
+
+
+def _padded(tokens: Seq[int], width: int) -> np.ndarray:
+    """``tokens`` as int32[1, width], zeros behind them."""
+    out = np.zeros((1, width), np.int32)
+    out[0, : len(tokens)] = tokens
+    return out

@@ -23,7 +23,7 @@ from planner import Plan
 from pwjax.engine.boundary import Boundaries, Callback
 from pwjax.engine.dispatch import Dispatcher
 from pwjax.engine.parts import Model, Parts, Snapshot
-from pwjax.engine.requests import Request, as_requests, request_seed
+from pwjax.engine.requests import Request, as_requests, as_scored, request_seed
 from pwjax.engine.sampling import SamplingParams
 from pwjax.engine.scheduler import Scheduler
 from pwjax.engine.sequence import Completion, Piece, Sequence, refused
@@ -81,6 +81,20 @@ class Engine:
         requests = [checked(self.parts, r, frozen) for r in as_requests(prompts, sampling)]
         done = {c.id: c for c in self.stream(requests) if isinstance(c, Completion)}
         return [done[r.id] for r in requests]
+
+    def score(self, texts: str | Seq[int] | Request | Iterable[str | Seq[int] | Request]) -> list[np.ndarray]:
+        """Log-probabilities float32[n - 1] of each text's tokens after its first, at the bits in force.
+
+        A text is a string, token ids, or a request (for its demands); it goes through the engine's own KV pages, in
+        chunks, along with whatever else runs. PromptError where a text can never run, BudgetError where the program
+        does not fit the budget.
+        """
+        requests = [checked(self.parts, r, self.boundaries.frozen) for r in as_scored(texts)]
+        done = {c.id: c for c in self.stream(requests) if isinstance(c, Completion)}
+        for completion in done.values():
+            if completion.scores is None:
+                raise PWJaxError(f"text {completion.id} could not be scored: {completion.error}")
+        return [np.array(done[r.id].scores, np.float32) for r in requests]
 
     def stream(
         self,
@@ -186,12 +200,27 @@ class Engine:
         self._refused.append(replace(alone.completion(), finish_reason="refused", error=reason))
 
     def _prefill(self, sequence: Sequence) -> list[Piece | Completion]:
+        if sequence.request.score:
+            return self._score(sequence)
         sampled, stats = self._dispatcher.prefill(sequence)
         self.boundaries.routing.add(stats, sequence)
         # The token after a prompt that had to be computed again is there already.
         if sequence.kv_tokens < sequence.prefill_target or sequence.generated:
             return []
         return self._push(sequence, sampled, 0)
+
+    def _score(self, sequence: Sequence) -> list[Piece | Completion]:
+        del sequence.scores[sequence.kv_tokens :]  # of a sequence that was preempted: they are computed again
+        logprobs, stats = self._dispatcher.score(sequence)
+        self.boundaries.routing.add(stats, sequence)
+        sequence.scores += logprobs.tolist()
+        if sequence.kv_tokens < sequence.prefill_target:
+            return []
+        sequence.scores.pop()  # nothing follows the last token
+        sequence.finish_reason = "score"
+        self.scheduler.release(sequence)
+        self._log_finish(sequence, "score")
+        return [sequence.completion()]
 
     def _decode(self, limits: list[int]) -> list[Piece | Completion]:
         running = [s if limit else None for s, limit in zip(self.scheduler.slots, limits, strict=True)]
@@ -318,7 +347,8 @@ class Engine:
         fields = {name: getattr(sequence.request.sampling, name) for name in SamplingParams.field_names()}
         fields["seed"] = sequence.seed
         start = {"id": sequence.request.id, "order": sequence.order, "prompt_token_ids": list(sequence.prompt)}
-        demand = {n: v for n in ("min_bits", "max_damage") if (v := getattr(sequence.request, n)) is not None}
+        rest = {name: getattr(sequence.request, name) for name in ("min_bits", "max_damage", "score")}
+        demand = {name: value for name, value in rest.items() if value not in (None, False)}
         return {**start, "sampling": fields, **demand}
 
     def _log_finish(self, sequence: Sequence, reason: str | None) -> None:

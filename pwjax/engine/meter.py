@@ -75,6 +75,13 @@ class Meter:
         """Compilations since :meth:`warm`."""
         return compilations() - self._start
 
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Compilations of the body were asked for and are no recompilations."""
+        before = compilations()
+        yield
+        self._start += compilations() - before
+
     def observe(self, program_bytes: int = 0) -> None:
         """Take a reading, with the temporaries and outputs of the program about to run."""
         live = 0

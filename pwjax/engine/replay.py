@@ -141,7 +141,7 @@ def _input(engine: Engine, record: dict[str, Any]) -> None:
     kind = record["kind"]
     if kind == "submit":
         sampling = SamplingParams(**record["sampling"])
-        demand = {name: record.get(name) for name in ("min_bits", "max_damage")}
+        demand = {name: record[name] for name in ("min_bits", "max_damage", "score") if name in record}
         engine.submit(Request(record["id"], None, tuple(record["prompt_token_ids"]), sampling, **demand))
     elif kind == "cancel":
         engine.cancel(record["ids"])

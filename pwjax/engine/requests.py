@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
-from typing import BinaryIO, Self, TextIO
+from typing import Any, BinaryIO, Self, TextIO
 
 from pwjax.engine.chat import Message, checked_messages
 from pwjax.engine.sampling import MAX_SEED, SamplingParams
@@ -34,6 +34,7 @@ class Request:
     One of ``prompt``, ``prompt_token_ids`` and ``messages`` is set when it comes in; ``rendered`` turns messages into
     the prompt of the model's chat template, ``tokenized`` fills in the ids. ``min_bits`` is a floor on every block
     while the request runs, ``max_damage`` bounds the predicted damage a token (see :mod:`pwjax.engine.quality`).
+    ``score``: nothing is generated, the log-probabilities of the prompt's own tokens are wanted.
     Raises PromptError for an empty prompt or a demand that makes no sense.
     """
 
@@ -44,6 +45,7 @@ class Request:
     messages: tuple[Message, ...] | None = None
     min_bits: int | None = None
     max_damage: float | None = None
+    score: bool = False
 
     def __post_init__(self):
         if self.min_bits is not None and (type(self.min_bits) is not int or not 2 <= self.min_bits <= 16):
@@ -108,6 +110,21 @@ def as_requests(
     keys = [r.key for r in requests]
     if len(set(keys)) < len(keys):
         raise PromptError("two prompts have the same id; ids must be unique")
+    return requests
+
+
+def as_scored(texts: str | Sequence[int] | Request | Iterable[str | Sequence[int] | Request]) -> list[Request]:
+    """Requests of what :meth:`Engine.score` takes, their index as id. PromptError."""
+    one = isinstance(texts, str | Request) or (isinstance(texts, Sequence) and texts and type(texts[0]) is int)
+    items: list[Any] = [texts] if one else list(texts)  # pyright: ignore[reportArgumentType]
+    requests = []
+    for index, item in enumerate(items):
+        if isinstance(item, Request):
+            requests.append(replace(item, id=index, score=True))
+        elif isinstance(item, str):
+            requests.append(Request(index, item, score=True))
+        else:
+            requests.append(Request(index, None, tuple(int(token) for token in item), score=True))
     return requests
 
 

@@ -13,7 +13,7 @@ class Completion:
     ``finish_reason`` is ``stop`` (end of sequence, stop token or stop string), ``length`` (``max_tokens`` or the
     context), or ``refused`` (``error`` says why; a request that had begun keeps what it had). ``token_ids`` are all
     generated tokens, the one that stopped it included. ``logprobs``, if asked for, has one entry a token:
-    ``{"token_id", "logprob", "top": [[id, logprob]]}``.
+    ``{"token_id", "logprob", "top": [[id, logprob]]}``. A scored request ends with ``score`` and has ``scores``.
     """
 
     id: str | int
@@ -25,11 +25,12 @@ class Completion:
     generated_tokens: int
     logprobs: list[dict] | None = None
     error: str | None = None
+    scores: list[float] | None = None
 
     def to_json(self) -> dict:
         """Plain dictionary; ``logprobs`` and ``error`` only where there are any."""
         data = dict(self.__dict__)
-        for optional in ("logprobs", "error"):
+        for optional in ("logprobs", "error", "scores"):
             if data[optional] is None:
                 del data[optional]
         return data
@@ -61,6 +62,7 @@ class Sequence:
     kv_tokens: int = 0
     generated: list[int] = field(default_factory=list)
     logprobs: list[dict] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
     finish_reason: str | None = None
 
     @classmethod
@@ -71,7 +73,8 @@ class Sequence:
         prompt = request.prompt_token_ids
         assert prompt is not None
         stream = TextStream(tokenizer, request.sampling.stop) if tokenizer else _NoText()
-        max_total = min(context, len(prompt) + request.sampling.max_tokens)
+        new = 0 if request.score else request.sampling.max_tokens
+        max_total = min(context, len(prompt) + new)
         return cls(request, order, prompt, max_total, stream, seed)  # pyright: ignore[reportArgumentType]
 
     @property
@@ -90,7 +93,7 @@ class Sequence:
         return self.max_total - len(self.prompt) - len(self.generated)
 
     def tokens(self, start: int, count: int) -> list[int]:
-        """``count`` tokens of prompt and generated text from position ``start``."""
+        """Up to ``count`` tokens of prompt and generated text from position ``start``."""
         return [*self.prompt, *self.generated][start : start + count]
 
     def push(self, token: int, eos: tuple[int, ...]) -> str:
@@ -122,6 +125,7 @@ class Sequence:
             prompt_tokens=len(self.prompt),
             generated_tokens=len(self.generated),
             logprobs=self.logprobs if self.request.sampling.logprobs is not None else None,
+            scores=self.scores if self.request.score else None,
         )
 
 

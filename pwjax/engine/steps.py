@@ -4,6 +4,7 @@ A step only reads the arena and returns the KV rows of its tokens; the engine co
 that a plan, a request or a sampling parameter changes is part of a shape, so each program is compiled once.
 
     prefill[C]   one slot, up to C prompt tokens; samples the next token from the last of them
+    score[C]     one slot, up to C given tokens; their log-probabilities (compiled when it is first asked for)
     decode[n]    every slot, up to n tokens each; a slot that stops inside leaves statistics and writes
 """
 
@@ -22,10 +23,12 @@ from pwjax.config import ModelConfig
 from pwjax.engine.sampling import MAX_LOGPROBS, SamplingArrays, sample, top_logprobs
 from pwjax.memory.kv import KVKind
 from pwjax.memory.page_table import PageTable
-from pwjax.models import Fresh, Paged, RoutingStats, apply, logits
+from pwjax.models import Fresh, Output, Paged, RoutingStats, apply, logits
 
 # Stop token ids a slot can have on the device; a request with more is stopped by the host at the boundary.
 STOP_IDS = 8
+# Tokens whose logits exist at the same time in scoring, at most.
+SCORE_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -129,18 +132,41 @@ def prefill(shapes: StepShapes, params: Any, arena, table: PageTable, kv_tables,
 
     Returns ``(Sampled, rows, RoutingStats)`` with one sampled token; the caller ignores it before the last chunk.
     """
-    config = shapes.config
-    offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    positions = slots.past[:, None] + offsets
-    valid = offsets < slots.limit[:, None]
-    past = tuple(Past(arena, lax.dynamic_slice_in_dim(kv, slot, 1), slots.past) for kv in kv_tables)
-    fresh = Fresh.empty(config, 1, tokens.shape[1], shapes.kv_dtype)
-    paged = Paged(arena, table.bits, table.pages, shapes.geometry)
-    out = apply(config, params, tokens, positions, valid, fresh, past, paged)
+    config, out = shapes.config, _chunk(shapes, params, arena, table, kv_tables, tokens, slot, slots)
     last = lax.dynamic_index_in_dim(out.hidden, slots.limit[0] - 1, axis=1, keepdims=False)
     choice = _choose(config, params, last, slots, slots.past + slots.limit)
     sampled = Sampled(*(a[None] for a in choice), live=jnp.ones((1, 1), bool))
     return sampled, _rows(out.fresh), out.stats
+
+
+def score(shapes: StepShapes, params: Any, arena, table: PageTable, kv_tables, tokens, targets, slot, slots: Slots):
+    """As :func:`prefill`, but log-probabilities of given tokens in place of a new one.
+
+    ``targets`` int32[1, C] follow ``tokens``. Returns ``(float32[C], rows, RoutingStats)``; the head runs on as many
+    tokens at a time as there are slots, so that logits take no more room than in :func:`decode`.
+    """
+    out = _chunk(shapes, params, arena, table, kv_tables, tokens, slot, slots)
+    count, rows = tokens.shape[1], min(SCORE_ROWS, shapes.slots)
+    pad = -count % rows
+    hidden, wanted = jnp.pad(out.hidden[0], ((0, pad), (0, 0))), jnp.pad(targets[0], (0, pad))
+
+    def head(part):
+        scores = logits(shapes.config, params, part[0])
+        return jnp.take_along_axis(scores, part[1][:, None], axis=-1)[:, 0] - jax.nn.logsumexp(scores, axis=-1)
+
+    logprobs = lax.map(head, (hidden.reshape(-1, rows, hidden.shape[-1]), wanted.reshape(-1, rows)))
+    return logprobs.reshape(-1)[:count], _rows(out.fresh), out.stats
+
+
+def _chunk(shapes: StepShapes, params: Any, arena, table: PageTable, kv_tables, tokens, slot, slots: Slots) -> Output:
+    """The forward of up to C tokens of one slot."""
+    offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    positions = slots.past[:, None] + offsets
+    valid = offsets < slots.limit[:, None]
+    past = tuple(Past(arena, lax.dynamic_slice_in_dim(kv, slot, 1), slots.past) for kv in kv_tables)
+    fresh = Fresh.empty(shapes.config, 1, tokens.shape[1], shapes.kv_dtype)
+    paged = Paged(arena, table.bits, table.pages, shapes.geometry)
+    return apply(shapes.config, params, tokens, positions, valid, fresh, past, paged)
 
 
 def decode(shapes: StepShapes, params: Any, arena, table: PageTable, kv_tables, last, slots: Slots):
@@ -202,6 +228,10 @@ def compile_step(shapes: StepShapes, key: tuple[str, int], num_pages: int, param
     if kind == "prefill":
         args = (spec((1, bucket), jnp.int32), spec((), jnp.int32), slots)
         function = prefill
+    elif kind == "score":
+        chunk = spec((1, bucket), jnp.int32)
+        args = (chunk, chunk, spec((), jnp.int32), slots)
+        function = score
     else:
         args = (ints, slots)
         function = decode

@@ -16,20 +16,21 @@ def checked(parts: Parts, request: Request, frozen: bool) -> Request:
     config, context = parts.shapes.config, parts.shapes.context
     request = request.tokenized(parts.tokenizer, config.vocab_size)  # pyright: ignore[reportArgumentType]
     length = len(request.prompt_token_ids or ())
-    if length >= context:
+    new = 0 if request.score else request.sampling.max_tokens
+    if length + min(new, 1) > context:
         limit = "model" if context == config.max_positions else "--context"
         raise PromptError(
             f"the prompt has {length} tokens, but the {limit} allows {context} for prompt and new tokens together; "
             "shorten the prompt" + ("" if limit == "model" else " or raise --context")
         )
-    pages = parts.kv.pages_for(min(context, length + request.sampling.max_tokens))
+    pages = parts.kv.pages_for(min(context, length + new))
     lowest, demand = _weights_pages(parts, request, frozen)
     room = parts.memory.capacity_pages - lowest
     if pages > room:
         page_bytes = parts.memory.page_bytes
         raise PromptError(
             f"the request needs {pages * page_bytes} bytes of KV cache for {length} prompt tokens and up to "
-            f"{request.sampling.max_tokens} new ones, but at most {max(0, room) * page_bytes} are left beside the "
+            f"{new} new ones, but at most {max(0, room) * page_bytes} are left beside the "
             f"weights{demand}; lower max_tokens{' or the demand' if demand else ''}, or raise --memory-budget"
         )
     return request

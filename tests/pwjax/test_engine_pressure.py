@@ -67,3 +67,21 @@ def test_every_request_ends_in_a_budget_that_is_barely_enough(open_tiny, pages, 
         assert done[request.id].generated_tokens == request.sampling.max_tokens
     assert stats["scheduler"]["preemptions"] > 0
     assert stats["memory"]["peak_bytes"] <= stats["memory"]["budget_bytes"]
+
+
+def test_scores_are_the_log_probabilities_that_generation_reports(open_tiny):
+    sampling = pwjax.SamplingParams(max_tokens=20, logprobs=0, ignore_eos=True)
+    with open_tiny(bits=5) as engine:
+        prompt = tuple(range(5, 40))
+        made = engine.generate([pwjax.Request(0, None, prompt, sampling)])[0]
+        whole = [*prompt, *made.token_ids]
+        scores = engine.score([whole, "The quick brown fox", whole[:20]])
+        assert [len(s) for s in scores] == [54, len(engine.tokenizer.encode("The quick brown fox")) - 1, 19]
+        np.testing.assert_allclose(scores[0][34:], [entry["logprob"] for entry in made.logprobs], atol=1e-3)
+        np.testing.assert_allclose(scores[2], scores[0][:19], atol=1e-5)
+        np.testing.assert_array_equal(engine.score(whole)[0], scores[0])
+        stats = engine.stats()
+        assert stats["compile"]["recompiles_after_warmup"] == 0 and engine.idle
+        assert stats["memory"]["peak_bytes"] <= stats["memory"]["budget_bytes"]
+        with pytest.raises(pwjax.PromptError, match="129 tokens"):
+            engine.score([1] * 129)
