@@ -3,7 +3,7 @@
 ::
 
     forward                  whole sequences, no cache: logits through a page table, with gradients at any bits
-    prefill, decode          the compiled steps of the engine: read-only in the arena, fresh KV rows come back
+    prefill, decode, score   the compiled steps of the engine: read-only in the arena, fresh KV rows come back
     commit_pages, commit_kv  the only two writers of an arena
     plan                     bits from a snapshot of an engine
     PageTable                which pages hold which block at which bits; a leading axis gives several plans to vmap
@@ -26,6 +26,7 @@ from pwjax.config import ModelConfig
 from pwjax.engine.parts import Snapshot
 from pwjax.engine.steps import decode as decode
 from pwjax.engine.steps import prefill as prefill
+from pwjax.engine.steps import score as score
 from pwjax.errors import UsageError
 from pwjax.memory import PageTable as PageTable
 from pwjax.memory.arena import commit_kv as commit_kv

@@ -69,6 +69,13 @@ def test_readme_python_runs(beside_model, capsys, monkeypatch):
     assert "release" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_library_python_runs(beside_model, capsys):
+    names = run_python("docs/library.md")
+    assert names["epochs"] and [len(one) for one in names["logprobs"]][1] == 3
+    assert np.isfinite(names["logits"]).all() and np.isfinite(names["gradient"]["embed"]["embedding"]).all()
+
+
 def test_the_numpy_reader_equals_ours(beside_model, capsys):
     read_block = run_python("docs/artifact.md")["read_block"]
     artifact = Artifact.open("model.pw")

@@ -105,7 +105,8 @@ class Dispatcher:
         parts.kv.apply()
         parts.meter.observe(self._program_bytes[key])
         program = parts.programs[key]
-        return program(parts.params, parts.arena.array, parts.page_table.table, parts.kv.table, *arguments)
+        with jax.profiler.TraceAnnotation(f"{key[0]} {key[1]}"):
+            return program(parts.params, parts.arena.array, parts.page_table.table, parts.kv.table, *arguments)
 
     def _commit(self, places: Seq[Seq[np.ndarray]], rows: Seq[jax.Array]) -> None:
         """Write the rows of every kind of attention to their pages and words."""

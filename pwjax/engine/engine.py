@@ -147,7 +147,7 @@ class Engine:
         self._unlocked(boundary=True)
         events: list[Piece | Completion] = list(self._refused)
         self._refused.clear()
-        with self._between_dispatches():
+        with self._between_dispatches(), jax.profiler.TraceAnnotation("boundary"):
             self.boundaries.run()
         admitted = self.scheduler.admit()
         if admitted:

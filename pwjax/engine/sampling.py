@@ -135,6 +135,7 @@ class SamplingArrays(NamedTuple):
         )
 
 
+@jax.named_scope("sample")
 def sample(
     logits: jax.Array, params: SamplingArrays, seeds: jax.Array, positions: jax.Array
 ) -> tuple[jax.Array, jax.Array]:

@@ -127,6 +127,7 @@ def _rows(fresh: Fresh) -> tuple[jax.Array, ...]:
     return tuple(packed(k, v) for k, v in zip(fresh.k, fresh.v, strict=True))
 
 
+@jax.named_scope("prefill")
 def prefill(shapes: StepShapes, params: Any, arena, table: PageTable, kv_tables, tokens, slot, slots: Slots):
     """``tokens`` int32[1, C] of one ``slot`` int32[]; ``slots.limit`` of them are real.
 
@@ -139,6 +140,7 @@ def prefill(shapes: StepShapes, params: Any, arena, table: PageTable, kv_tables,
     return sampled, _rows(out.fresh), out.stats
 
 
+@jax.named_scope("score")
 def score(shapes: StepShapes, params: Any, arena, table: PageTable, kv_tables, tokens, targets, slot, slots: Slots):
     """As :func:`prefill`, but log-probabilities of given tokens in place of a new one.
 
@@ -169,6 +171,7 @@ def _chunk(shapes: StepShapes, params: Any, arena, table: PageTable, kv_tables, 
     return apply(shapes.config, params, tokens, positions, valid, fresh, past, paged)
 
 
+@jax.named_scope("decode")
 def decode(shapes: StepShapes, params: Any, arena, table: PageTable, kv_tables, last, slots: Slots):
     """Up to ``shapes.decode_tokens`` tokens a slot, from its ``last`` int32[S] token that has no KV yet.
 

@@ -54,6 +54,7 @@ _KV_SCATTER = lax.ScatterDimensionNumbers(
 )
 
 
+@jax.named_scope("commit_pages")
 def commit_pages(arena: jax.Array, ids: jax.Array, words: jax.Array) -> jax.Array:
     """``arena`` with ``words`` uint32[C, page_words] in pages ``ids`` int32[C], which are distinct.
 
@@ -62,6 +63,7 @@ def commit_pages(arena: jax.Array, ids: jax.Array, words: jax.Array) -> jax.Arra
     return arena.at[ids].set(words, mode="drop", unique_indices=True)
 
 
+@jax.named_scope("commit_kv")
 def commit_kv(arena: jax.Array, page: jax.Array, word: jax.Array, rows: jax.Array) -> jax.Array:
     """``arena`` with ``rows`` uint32[M, row_words] at ``[page[m], word[m]:]``, places distinct.
 

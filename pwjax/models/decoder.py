@@ -211,6 +211,7 @@ def _group(leaves: dict) -> Callable:
     return init
 
 
+@jax.named_scope("head")
 def logits(config: ModelConfig, params: dict, hidden: jax.Array) -> jax.Array:
     """Head of the model: float32[..., V] from final-norm ``hidden`` [..., H]."""
     kernel = params["embed"]["embedding"] if config.tie_embeddings else params["lm_head"]["kernel"]

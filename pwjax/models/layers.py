@@ -60,12 +60,14 @@ def activate(config: ModelConfig, gate: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) if config.activation == "silu" else jax.nn.gelu(gate, approximate=True)
 
 
+@jax.named_scope("mlp")
 def gated_mlp(config: ModelConfig, x: jax.Array, params: dict) -> jax.Array:
     """A dense MLP with ``gate_up`` [2I, H] and ``down`` [H, I]."""
     gate, up = jnp.split(linear(x, params["gate_up"]), 2, axis=-1)
     return linear(activate(config, gate) * up, params["down"])
 
 
+@jax.named_scope("attention")
 def attention(
     config: ModelConfig, kind: AttentionKind, params: dict, x: jax.Array, positions: jax.Array, attend: Attend
 ) -> tuple[jax.Array, Any]:

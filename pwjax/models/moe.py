@@ -69,11 +69,13 @@ class Trace(NamedTuple):
     gates: jax.Array
 
 
+@jax.named_scope("router")
 def route(config: ModelConfig, params: dict, x: jax.Array) -> Routing:
     """Softmax over all experts in float32, then the best k of ``x`` float32[T, H]; the lowest id wins ties."""
     return _choose(config, linear(x, params["kernel"]))
 
 
+@jax.named_scope("router")
 def route_scaled(config: ModelConfig, params: dict, x: jax.Array) -> Routing:
     """Gemma 4: the router norms and scales its own input, and an expert's scale multiplies its gate."""
     x = rms_norm(x, params["scale"], config.rms_eps) * config.hidden_size**-0.5
@@ -89,6 +91,7 @@ def _choose(config: ModelConfig, scores: jax.Array) -> Routing:
     return Routing(weights, experts, weights, probs)
 
 
+@jax.named_scope("experts")
 def routed_experts(
     config: ModelConfig,
     params: dict,
