@@ -13,8 +13,8 @@ import numpy as np
 
 from planner.tables import BlockTable, shares
 
-# Tokens that calibration's routing counts for against the running one.
-PSEUDO_TOKENS = 1024.0
+# Choices of an average expert that calibration's routing counts for against the running one.
+PSEUDO_CHOICES = 16.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,21 +35,22 @@ def price(
     routing_tokens: float | None = None,
     residual: np.ndarray | None = None,
     *,
-    pseudo_tokens: float = PSEUDO_TOKENS,
+    pseudo_choices: float = PSEUDO_CHOICES,
     strength: float = 1.0,
     sensitivity: bool = True,
 ) -> Prices:
     """Prices under ``routing_mass`` float[layers, experts] and prompt features ``residual`` float[n, 4], None: unknown.
 
     The routing of ``routing_tokens`` tokens (None: enough of them) is averaged with that of calibration, which counts
-    as ``pseudo_tokens``. ``strength`` of the residual: the paper's alpha. Without ``sensitivity`` a weight of every
-    block costs the same at the same width: the error of a uniform quantizer, a quarter for each bit more.
+    as many tokens as give an average expert ``pseudo_choices`` choices. ``strength`` of the residual: the paper's
+    alpha. Without ``sensitivity`` a weight of every block costs the same at the same width: the error of a uniform
+    quantizer, a quarter for each bit more.
     """
     damage = table.expected if sensitivity else even_damage(table)
     shift = eta = None
     if routing_mass is not None:
-        if routing_tokens is not None and pseudo_tokens:
-            weight = routing_tokens / (routing_tokens + pseudo_tokens)
+        if routing_tokens is not None and pseudo_choices:
+            weight = routing_tokens / (routing_tokens + pseudo_choices * table.experts / table.choices)
             routing_mass = weight * shares(np.asarray(routing_mass, float)) + (1 - weight) * shares(table.routing_mass)
         shift = table.routing_shift(routing_mass)
         damage = damage * shift[:, None]

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from planner.damage import PSEUDO_TOKENS, Prices, price
+from planner.damage import PSEUDO_CHOICES, Prices, price
 from planner.floors import FloorRule
 from planner.observe import Observation, Trigger, leaving
 from planner.plan import Plan
@@ -22,8 +22,8 @@ class DefaultPolicy:
     given up in a stage before its floors are (None: any). ``residence``: boundaries for which pages must have been
     spare before they are spent, and which a promoted block waits before it is promoted again. ``ceiling``: the most
     pages that one plan may promote, as a fraction of the arena, but always enough for one block; ``token_ceiling``:
-    the same fraction that each served token adds to what may be promoted. ``pseudo_tokens``: what calibration's
-    routing counts against the running one; ``strength`` of the prompt residual.
+    the same fraction that each served token adds to what may be promoted. ``pseudo_choices``: choices of an average
+    expert that calibration's routing counts against the running one; ``strength`` of the prompt residual.
 
     ``sensitivity``, ``routing``, ``residual`` and ``movement`` take one layer away each, for ablations: without
     ``sensitivity`` all weights are alike, without ``movement`` the first plan stays.
@@ -35,7 +35,7 @@ class DefaultPolicy:
     residence: int = 16
     ceiling: float = 0.02
     token_ceiling: float = 0.0005
-    pseudo_tokens: float = PSEUDO_TOKENS
+    pseudo_choices: float = PSEUDO_CHOICES
     strength: float = 1.0
     sensitivity: bool = True
     routing: bool = True
@@ -103,5 +103,5 @@ class DefaultPolicy:
         tokens = o.routing_tokens if o else None
         return price(
             self._table, mass, tokens, features,
-            pseudo_tokens=self.pseudo_tokens, strength=self.strength, sensitivity=self.sensitivity,
+            pseudo_choices=self.pseudo_choices, strength=self.strength, sensitivity=self.sensitivity,
         )  # fmt: skip

@@ -65,11 +65,11 @@ class PaperPolicy:
 
     offload_below: float = 0.02
     reload_above: float = 0.10
-    period: int = 4
-    quantiles: tuple[float, ...] = (0.5, 0.9)
-    multipliers: tuple[float, ...] = (1.0, 1.0, 1.0)
+    period: int = 2
+    quantiles: tuple[float, ...] = (0.33, 0.67)
+    multipliers: tuple[float, ...] = (0.5, 1.0, 2.0)
     floor_levels: tuple[int, ...] = (0, 0, 1)
-    depth: int = 2
+    depth: int = 5
     epsilon: float = 1e-6
     strength: float = 1.0
     damage_form: ClassVar[str | None] = "paper"

@@ -89,9 +89,10 @@ def fit(
     ``before`` is its ``bits``.
     """
     prices = prices or Prices(table.expected)
-    start = table.level(table.widths[0] if floor is None else floor)
+    top = np.full(table.blocks, len(table.widths) - 1)
+    start = _lean(table.pages, table.level(table.widths[0] if floor is None else floor), top)
     left = capacity_pages - table.total_pages(table.bits(start))
-    level, bound = _climb(prices.damage, table.pages, start, np.full(table.blocks, len(table.widths) - 1), left)
+    level, bound = _climb(prices.damage, table.pages, start, top, left)
     bits = table.bits(level)
     status = PlanStatus.TOO_SMALL if left < 0 else PlanStatus.MET
     return Plan(table, bits, bits, status, cause=cause, bound=bound, prices=prices, floor=table.bits(start))
@@ -176,9 +177,11 @@ def _climb(
 ) -> tuple[np.ndarray, float]:
     """Levels between ``start`` and ``top`` that take at most ``budget`` pages, and the LP bound."""
     rows = np.arange(len(start))
-    have = float(damage[rows, start].sum())
-    if budget <= 0:
-        return start, have
+    if budget < 0:
+        return start, float(damage[rows, start].sum())
+    lean = _lean(pages, start, top)
+    budget += int((pages[rows, start] - pages[rows, lean]).sum())
+    start, have = lean, float(damage[rows, lean].sum())
     steps = hull(damage, pages, start, top)
     taken = np.cumsum(steps.pages)
     count = int(np.searchsorted(taken, budget, side="right"))  # steps that fit
@@ -196,6 +199,18 @@ def _climb(
     allowed[rows, level] = allowed[rows, start] = True
     level = improve(damage, pages, allowed, level, int(pages[rows, start].sum()) + budget, -rate)
     return level, bound + left * rate
+
+
+def _lean(pages: np.ndarray, level: np.ndarray, top: np.ndarray) -> np.ndarray:
+    """The level of each block from ``level`` to ``top`` with the fewest pages, the highest of several.
+
+    It is where a climb begins: damage never grows with bits, so whatever lies below is no better. Only of tiny blocks
+    is it another level than ``level``.
+    """
+    column = np.arange(pages.shape[1])
+    within = (column >= level[:, None]) & (column <= top[:, None])
+    reach = np.where(within, pages, np.iinfo(np.int64).max)[:, ::-1]
+    return pages.shape[1] - 1 - reach.argmin(axis=1)
 
 
 def _taken(start: np.ndarray, steps, count: int, down: bool) -> np.ndarray:

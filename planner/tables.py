@@ -98,6 +98,11 @@ class BlockTable:
         """Number of blocks, ``n``."""
         return self.layers * self.experts * 2
 
+    @property
+    def choices(self) -> float:
+        """Experts that a token chooses in a layer; 1 where calibration did not count them."""
+        return 1.0 if self.routing_rate is None else max(float(self.routing_rate[0].sum()), 1.0)
+
     @cached_property
     def expected(self) -> np.ndarray:
         """Damage a served token, float64[n, B], under the routing of calibration."""

@@ -33,7 +33,7 @@ class RoutingRecord:
         """Take one dispatch; ``sequence``: whose prefill it was."""
         mass = np.asarray(stats.mass, np.float64)
         # All layers see the same tokens, and a token's choices are counted in each.
-        tokens = float(np.asarray(stats.count)[0].sum()) / max(self._choices, 1)
+        tokens = float(np.asarray(stats.count)[0].sum()) / self._table.choices
         if tokens and np.all(mass.sum(axis=1) > 0):
             kept = 0.5 ** (tokens / HALF_LIFE_TOKENS)
             self.mass, self.tokens = kept * self.mass + mass, kept * self.tokens + tokens
@@ -63,11 +63,6 @@ class RoutingRecord:
             merged_mass += pages / total * mass / np.maximum(mass.sum(axis=1, keepdims=True), 1e-30)
             merged_features += pages / total * features(mass, norms)
         return merged_mass, merged_features.reshape(-1, 4)
-
-    @property
-    def _choices(self) -> float:
-        rate = self._table.routing_rate
-        return 1.0 if rate is None else float(rate[0].sum())
 
 
 def features(mass: np.ndarray, norms: np.ndarray) -> np.ndarray:
