@@ -13,9 +13,10 @@ import numpy as np
 # where the gap exceeds a share of the damage, and by what takes a millisecond or two.
 EXACT_BLOCKS = 256
 EXACT_WORK = 200_000_000
-TOLERANCE = 1e-4
+TOLERANCE = 1e-3
 WORK = 200_000
-SETTLED_BLOCKS = 40
+SETTLED_BLOCKS = 64
+ROUNDS = 2
 
 
 def improve(
@@ -32,7 +33,9 @@ def improve(
     bound = float(best.sum()) - rate * limit_pages
     reduced -= best[:, None]
     small = len(level) < EXACT_BLOCKS
-    for work, most in ((WORK, SETTLED_BLOCKS), (EXACT_WORK, EXACT_BLOCKS)) if small else ((WORK, SETTLED_BLOCKS),):
+    # A better plan leaves fewer choices open, so that the next round sees more of them.
+    rounds = [(WORK, SETTLED_BLOCKS)] * ROUNDS
+    for work, most in [*rounds[:1], (EXACT_WORK, EXACT_BLOCKS)] if small else rounds:
         have = float(damage[rows, level].sum())
         gap = have - bound
         if gap <= (1e-9 if small else TOLERANCE) * abs(have):

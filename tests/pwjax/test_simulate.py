@@ -11,17 +11,16 @@ from pwjax.loading import Injected, load, outlook
 from pwjax.memory import ThreadTransfer
 from pwjax.simulate import simulate
 
-# More KV than fits beside the weights at 6 bits, so that precision gives way and comes back.
-BURST = [Arrival(*row) for row in ((0, 40, 80), (1, 60, 60), (2, 20, 100), (3, 50, 70), (4, 5, 30), (60, 5, 90))]
-# The shapes of the other tests of engines: their programs are compiled once.
-SHAPES = {"batch": 4, "context": 128}
+# More than the lowest budget holds at once, so that precision gives way and comes back.
+BURST = [Arrival(*row) for row in ((0, 40, 40), (1, 60, 60), (2, 20, 30), (3, 50, 70), (60, 5, 90))]
 
 
-@pytest.fixture
-def limit(tiny_artifact):
-    """A budget that gives exactly 290 pages."""
-    memory = outlook(Artifact.open(tiny_artifact), **SHAPES).memory
-    return memory.total_bytes - memory.arena_bytes + 290 * memory.page_bytes
+def budget(artifact, spare_pages):
+    """Bytes that hold the lowest weights, one sequence, and some pages more."""
+    view = outlook(artifact, batch=3)
+    memory = view.memory
+    pages = 1 + memory.weights_min_pages + memory.sequence_pages + spare_pages
+    return memory.total_bytes - memory.arena_bytes + pages * memory.page_bytes
 
 
 class Punctual(ThreadTransfer):
@@ -33,26 +32,33 @@ class Punctual(ThreadTransfer):
         return handle
 
 
-def simulated(path, limit, policy):
-    return simulate(outlook(Artifact.open(path), memory_budget_bytes=limit, policy=policy, **SHAPES), BURST)
+# No time passes, so movement is not paced; in a simulation it is free.
+NO_TIME = Injected(transfer=Punctual, clock=lambda: 0.0)
+
+
+def simulated(path, memory_budget, policy):
+    view = outlook(Artifact.open(path), memory_budget_bytes=memory_budget, batch=3, policy=policy)
+    return simulate(view, BURST)
 
 
 @pytest.mark.parametrize("policy", ["default", "paper", "uniform-dynamic", "static"])
-def test_every_request_ends_within_the_budget(tiny_artifact, limit, policy):
-    found = simulated(tiny_artifact, limit, policy)
+def test_every_request_ends_within_the_budget(tiny_artifact, policy):
+    found = simulated(tiny_artifact, budget(Artifact.open(tiny_artifact), 60), policy)
     assert found.finished == len(BURST) and found.refused == 0
     assert 0 < found.peak_bytes <= found.budget_bytes
     assert found.steps == len(found.timeline)
     assert all(free >= 0 for _, _, _, free in found.timeline)
     assert max(kv for _, _, kv, _ in found.timeline) <= found.kv_peak_pages
     assert (found.demotions > 0) == (policy != "static")
-    assert simulated(tiny_artifact, limit, policy).to_json() == found.to_json()
+    again = simulated(tiny_artifact, budget(Artifact.open(tiny_artifact), 60), policy)
+    assert again.to_json() == found.to_json()
 
 
 @pytest.mark.parametrize("policy", ["default", pytest.param("uniform-dynamic", marks=pytest.mark.slow)])
-def test_an_engine_on_the_same_trace_agrees(tiny_artifact, limit, policy):
+def test_an_engine_on_the_same_trace_agrees(tiny_artifact, policy):
+    limit = budget(Artifact.open(tiny_artifact), 60)
     found = simulated(tiny_artifact, limit, policy)
-    with load(tiny_artifact, limit, policy=policy, injected=Injected(transfer=Punctual), **SHAPES) as engine:
+    with load(tiny_artifact, limit, batch=3, policy=policy, injected=NO_TIME) as engine:
         done = run_trace(engine, BURST)
         stats = engine.stats()
     assert sum(c.finish_reason != "refused" for c in done) == found.finished
