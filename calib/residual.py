@@ -10,7 +10,8 @@ damage over the average one, and the planner multiplies the damage of a transiti
 was seen. Norms are of what the matrix reads, over the tokens of the sequence that were routed to the expert, the first
 two weighted by the gate: ``mean = sum g |x| / sum g``, ``RMS = sqrt(sum g |x|^2 / sum g)``.
 
-Two forms are fitted. ``paper`` has the three norms. ``moments`` has one number: the logarithm of
+Three forms are fitted. ``paper`` has the three norms. ``gate`` has one number, the logarithm of the mean gate over its
+average: errors are scaled by the gate, so damage goes with its square. ``moments`` has the logarithm of
 ``sum_k E[g^2 x_k^2] e_k`` over its average, ``e_k`` being the error that column ``k`` of the matrix carries to the
 layer's output (:func:`calib.blocks.column_energy`).
 
@@ -87,6 +88,14 @@ def moments_feature(samples: Samples, fitted: np.ndarray) -> np.ndarray:
     return _log_ratio(transitions(samples.moments, samples.tokens), mean)[..., None]
 
 
+def gate_feature(samples: Samples, fitted: np.ndarray) -> np.ndarray:
+    """Log of a sequence's mean gate over the average of those ``fitted`` bool[n]: float64[n, L, E, 2, 1, 1]."""
+    own = np.divide(samples.gates, samples.tokens, out=np.zeros_like(samples.gates), where=samples.tokens > 0)
+    mean = samples.gates[fitted].sum(0) / np.maximum(samples.tokens[fitted].sum(0), 1)
+    feature = _log_ratio(own, mean)[..., None, None, None]
+    return np.broadcast_to(feature, (*own.shape, 2, 1, 1))
+
+
 def fit_heads(features: np.ndarray, samples: Samples, fitted: np.ndarray) -> Heads:
     """Heads by ridge regression on the sequences ``fitted`` bool[n], judged on the others.
 
@@ -152,15 +161,19 @@ def split(sources: np.ndarray, seed: int, share: float = 2 / 3) -> np.ndarray:
 def residual(
     measured: Measured, sources: np.ndarray, widths: tuple[int, ...], form: str, seed: int = 0
 ) -> tuple[dict[str, np.ndarray], dict]:
-    """Fit and judge both forms: arrays for the tables, and the ``residual`` part of a report, JSON-ready.
+    """Fit and judge all forms: arrays for the tables, and the ``residual`` part of a report, JSON-ready.
 
     ``measured`` has leading axes [L, E], ``sources`` int[n] the text of each sequence, ``widths`` of the tables, 16
     included where there is a fallback; ``form`` of damage. The arrays are those of ``planner.ResidualHeads``, and none
     where the ``paper`` form does not lower the error of sequences that it was not fitted to: the residual is then off.
-    ``moments`` is judged only, since running programs do not sum moments.
+    ``gate`` and ``moments`` are judged only: the planner has no heads for them.
     """
     samples, fitted = Samples.of(measured, form, widths[-1] == 16), split(sources, seed)
-    features = {"paper": samples.features()[..., None, :], "moments": moments_feature(samples, fitted)}
+    features = {
+        "paper": samples.features()[..., None, :],
+        "gate": gate_feature(samples, fitted),
+        "moments": moments_feature(samples, fitted),
+    }
     heads = {name: fit_heads(feature, samples, fitted) for name, feature in features.items()}
     verdicts = {name: judge(samples, heads[name].factor(features[name]), fitted, seed) for name in features}
     on = verdicts["paper"]["helps"]
@@ -198,9 +211,8 @@ def _notes(verdicts: dict) -> list[str]:
     notes = [f"{name} does not lower the error of sequences that it was not fitted to" for name in failed]
     if "paper" in failed:
         notes.append("the prompt residual is off")
-    if verdicts["moments"]["helps"]:
-        notes.append("moments would help; it is not in force, since running programs do not sum second moments")
-    return notes
+    better = [n for n in ("gate", "moments") if verdicts[n]["helps"] and verdicts[n]["on"] < verdicts["paper"]["on"]]
+    return notes + [f"{name} would help more than paper; it is not in force" for name in better]
 
 
 def _targets(samples: Samples, fitted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

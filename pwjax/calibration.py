@@ -44,7 +44,7 @@ NAMES = ("gate_up", "down")
 ALGORITHM = "streamed/2"
 
 # The damage form that predicts measured KL best, and bits of all other blocks while a block's damage is measured.
-DEFAULT_FORM = "output"
+DEFAULT_FORM = "directional"
 POINTS = (6, 4)
 
 # Called with (operating point, layer, expert, rows, errors) for every piece of an expert's routed tokens.

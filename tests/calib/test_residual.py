@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from calib.residual import Samples, fit_heads, judge, moments_feature, split
+from calib.residual import Samples, fit_heads, gate_feature, judge, moments_feature, split
 
 
 def samples_where(log_ratio, rng, sequences=60, layers=2, experts=6, widths=4):
@@ -52,6 +52,18 @@ def test_moments_predict_what_they_measure(rng):
     heads = fit_heads(feature, samples, fitted)
     np.testing.assert_allclose(heads.weights, 1, atol=0.01)
     assert judge(samples, heads.factor(feature), fitted)["helps"]
+
+
+def test_damage_that_goes_with_the_squared_gate_is_found(rng):
+    samples = samples_where(lambda norm: 0.01 * rng.normal(size=norm.shape), rng)
+    gate = rng.uniform(0.1, 0.5, samples.tokens.shape)
+    scaled = samples.damage * (gate**2)[..., None, None]
+    samples = samples._replace(gates=samples.tokens * gate, damage=scaled)
+    fitted = split(np.zeros(60, int), seed=1)
+    heads = fit_heads(gate_feature(samples, fitted), samples, fitted)
+    np.testing.assert_allclose(heads.weights, 2, atol=0.3)
+    assert (heads.confidence > 0.8).all()
+    assert judge(samples, heads.factor(gate_feature(samples, fitted)), fitted)["helps"]
 
 
 def test_experts_without_tokens_change_nothing(rng):

@@ -69,7 +69,7 @@ def test_calibration_text(tmp_path, capsys, hf):
     assert f"wrote {tmp_path / 'out.pw'}: experts at 2-6 and 16 bits" in err
     artifact = Artifact.open(tmp_path / "out.pw")
     facts = artifact.manifest["calibration"]
-    assert facts["damage"][0] == facts["default"] == "output" and {"directional", "paper"} < set(facts["damage"])
+    assert facts["damage"][0] == facts["default"] == "directional" and {"output", "paper"} < set(facts["damage"])
     assert (facts["windows"], facts["window_tokens"], facts["points"]) == (4, 16, [6, 4])
     assert [(s["windows"], s["weight"]) for s in facts["texts"]] == [(3, 3.0), (1, 1.0)]
     assert "calibrating with 4 sequences of 16 tokens, chosen from" in err and "of memory and" in err
