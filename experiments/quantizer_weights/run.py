@@ -24,7 +24,6 @@ import numpy as np
 
 from calib.anyprecision import QuantizedBlock, dequantize, quantize_block
 from calib.refine import refine_block
-from calib.sensitivity import fill_unrouted, squared_gradients
 from calib.text import windows as cut_windows
 from pwjax import models
 from pwjax.checkpoints.artifact import Artifact
@@ -79,6 +78,24 @@ def input_moments(config, params: dict, windows: np.ndarray) -> list[np.ndarray]
     return out
 
 
+def squared_gradients(loss, join, experts: dict, rest: dict, windows: np.ndarray) -> dict:
+    """Squared gradients of ``loss`` by ``experts``, summed over windows, float32."""
+    add = jax.jit(lambda total, tokens: jax.tree.map(lambda t, g: t + g * g, total, jax.grad(of)(experts, tokens)))
+    of = lambda e, tokens: loss(join(e, rest), tokens)  # noqa: E731
+    total = jax.tree.map(jnp.zeros_like, experts)
+    for tokens in windows:
+        total = add(total, tokens)
+    return jax.tree.map(np.asarray, total)
+
+
+def fill_unrouted(importance: np.ndarray) -> np.ndarray:
+    """``importance`` [E, ...] where experts that no token chose count alike, as the least of the others."""
+    mean = importance.reshape(len(importance), -1).mean(1)
+    filled = importance.copy()
+    filled[mean == 0] = mean[mean > 0].min() if mean.any() else 1.0
+    return filled
+
+
 def blocks(stack: np.ndarray) -> np.ndarray:
     """[L, E, ...] as [L * E, ...]."""
     return np.asarray(stack).reshape(-1, *stack.shape[2:])
@@ -93,7 +110,7 @@ def quantized(weight: np.ndarray, importance: np.ndarray | None, lut_rows: int) 
 def column_weights(moment: np.ndarray) -> np.ndarray:
     """The diagonal float64[L, E, K] of second moments, experts without tokens filled."""
     diagonal = np.einsum("leii->lei", moment)
-    return np.stack([fill_unrouted(layer[:, None])[0][:, 0] for layer in diagonal])
+    return np.stack([fill_unrouted(layer) for layer in diagonal])
 
 
 def interval(values: np.ndarray, rng: np.random.Generator) -> list[float]:
@@ -114,8 +131,8 @@ def main() -> None:
     artifact = Artifact.open(bundled_model())
     config, geometry = artifact.config, artifact.geometry
     encode = lambda text: load_tokenizer(artifact.tokenizer_path).encode(text).ids  # noqa: E731
-    train = cut_windows(texts(CALIBRATION), args.window_tokens, args.windows, encode)
-    test = cut_windows([d.text for d in heldout_documents()], args.window_tokens, args.windows, encode)
+    train = cut_windows(texts(CALIBRATION), args.window_tokens, args.windows, encode).tokens
+    test = cut_windows([d.text for d in heldout_documents()], args.window_tokens, args.windows, encode).tokens
     flat = {n: jnp.asarray(np.asarray(v), jnp.float32) for n, v in flatten(artifact.source(16).tree()).items()}
     params = unflatten(flat)
     note = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
@@ -126,11 +143,11 @@ def main() -> None:
     experts = {n: flat[n] for n in EXPERTS}
     rest = {n: v for n, v in flat.items() if n not in EXPERTS}
     join = lambda e, r: unflatten({**r, **e})  # noqa: E731
-    fisher, _ = squared_gradients(lambda p, t: loss(p, t[None])[0], join, experts, rest, train)
+    fisher = squared_gradients(lambda p, t: loss(p, t[None])[0], join, experts, rest, train)
     note("squared gradients are there")
     weights = {
         "uniform": [None, None],
-        "fisher": [np.stack([fill_unrouted(layer)[0] for layer in fisher[n]]) for n in EXPERTS],
+        "fisher": [np.stack([fill_unrouted(layer) for layer in fisher[n]]) for n in EXPERTS],
         "moments": [column_weights(moment) for moment in moments],
     }
     arms = {
