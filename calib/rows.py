@@ -10,7 +10,7 @@ import numpy as np
 from calib.spill import Spill
 
 # Rows of one piece of an expert's tokens: what its programs are compiled for.
-PIECE_ROWS = 512
+PIECE_ROWS = 128
 
 
 class Rows(NamedTuple):

@@ -86,6 +86,18 @@ def choose(candidates: Windows, counts: np.ndarray) -> np.ndarray:
     return np.flatnonzero(chosen)
 
 
+def thin(text: str, chars: int, piece: int) -> list[str]:
+    """The text in pieces of ``piece`` characters, at most ``chars`` in all: evenly taken where it is longer.
+
+    Pieces are encoded one by one, so that a long text is neither tokenized whole nor held as tokens.
+    """
+    starts = np.arange(0, len(text), piece)
+    most = max(1, chars // piece)
+    if len(starts) > most:
+        starts = starts[np.arange(most) * len(starts) // most]
+    return [text[start : start + piece] for start in starts]
+
+
 def _tokens(text: str | Sequence[int] | np.ndarray, encode: Callable[[str], Sequence[int]] | None) -> np.ndarray:
     if isinstance(text, str):
         if encode is None:

@@ -32,6 +32,7 @@ from pwjax.calibration_needs import needs
 from pwjax.calibration_text import SEQUENCE_LENGTH, TOKENS, CalibrationText, Text, calibration_text
 from pwjax.checkpoints import manifest as manifests
 from pwjax.checkpoints.artifact import Artifact
+from pwjax.checkpoints.lazy import bf16
 from pwjax.checkpoints.source import ParamSource
 from pwjax.checkpoints.tree import EXPERTS
 from pwjax.errors import ArtifactError, UsageError
@@ -43,7 +44,8 @@ NAMES = ("gate_up", "down")
 # Part of what interrupted work is bound to: raise it when the same inputs would give other tables.
 ALGORITHM = "streamed/2"
 
-# The damage form that predicts measured KL best, and bits of all other blocks while a block's damage is measured.
+# The damage form whose plans lose least on held-out text (`pwjax calibrate` prints all of them), and the bits of all
+# other blocks while a block's damage is measured.
 DEFAULT_FORM = "directional"
 POINTS = (6, 4)
 
@@ -83,7 +85,7 @@ class Calibration:
         chosen = choose(self.text.windows, routing.count)
         _save(folder / "routing.npz", chosen=chosen, **routing._asdict())
         for trace in self._backward(stream, chosen):
-            layers = [self.source.flat[name][trace.layer] for name in EXPERTS]
+            layers = self._experts(trace.layer)
             found: dict[str, list] = {"means": [], "gate_up": [], "down": [], "paper": []}
             for expert in range(self.config.num_experts):
                 exact = tuple(np.asarray(weights[expert], np.float32) for weights in layers)
@@ -111,7 +113,7 @@ class Calibration:
         stream.forward()
         widths = experts.geometry.widths
         for trace in self._backward(stream, np.arange(len(windows))):
-            layers = [self.source.flat[name][trace.layer] for name in EXPERTS]
+            layers = self._experts(trace.layer)
             found = []
             for expert in range(self.config.num_experts):
                 exact = tuple(np.asarray(weights[expert], np.float32) for weights in layers)
@@ -206,6 +208,10 @@ class Calibration:
             "warnings": _warnings(rare, seen),
         }
         return Calibrated(tables, summary, sequences)
+
+    def _experts(self, layer: int) -> list[np.ndarray]:
+        """Both matrices of a layer's experts, bfloat16[E, out, in] as the artifact keeps them."""
+        return [bf16(self.source.flat[name][layer]) for name in EXPERTS]
 
     def _stream(self, source: ParamSource, windows: np.ndarray, folder: Path, name: str) -> Stream:
         told = lambda stage, done, total: self.progress(f"calibrating at {name}, {stage}", done, total)  # noqa: E731

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from calib.text import POOL, Windows
+from calib.text import POOL, Windows, thin
 from calib.text import windows as cut_windows
 from pwjax.config import ModelConfig
 from pwjax.errors import CheckpointError, UsageError
@@ -19,8 +19,10 @@ from pwjax.errors import CheckpointError, UsageError
 TOKENS = 65536
 SEQUENCE_LENGTH = 512
 
-# The longest text of which every token is looked at; more would only be thinned again.
+# The longest text that is read.
 _MAX_CHARS = 16 << 20
+# Characters of a long token: texts are thinned by it before they are tokens.
+_TOKEN_CHARS = 8
 
 Text = str | os.PathLike | Sequence[str] | Sequence[os.PathLike] | Sequence[int] | np.ndarray
 
@@ -84,7 +86,7 @@ def calibration_text(
             else:
                 found = cut_windows([array], length, count, weights=weights, pool=POOL)
         else:
-            encode = None if tokenizer is None else _encoder(load_tokenizer(tokenizer))
+            encode = None if tokenizer is None else _encoder(load_tokenizer(tokenizer), length, count)
             texts = [p if isinstance(p, str) else read_text(Path(p)) for p in pieces]
             found = cut_windows(texts, length, count, encode, config.bos_token_id, weights, POOL)
     except ValueError as error:
@@ -142,5 +144,12 @@ def _join_lines(path: Path, file) -> str:
     return "\n\n".join(texts)
 
 
-def _encoder(tokenizer):
-    return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+def _encoder(tokenizer, length: int, count: int):
+    """Token ids of a text, thinned where it has far more than ``count`` windows can take."""
+    piece, most = 16 * length * _TOKEN_CHARS, POOL * count * length * _TOKEN_CHARS
+
+    def encode(text: str) -> list[int]:
+        pieces = (tokenizer.encode(part, add_special_tokens=False).ids for part in thin(text, most, piece))
+        return [token for ids in pieces for token in ids]
+
+    return encode

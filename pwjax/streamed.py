@@ -14,7 +14,7 @@ from jax import lax
 
 from calib.anyprecision import QuantizedBlock, dequantize
 from calib.model import Trace
-from pallas_kernels.bitplanes import unpack_block
+from pallas_kernels.bitplanes import pages_to_rows, split_bf16_rows, unpack_block
 from pallas_kernels.pages import Geometry
 from pwjax.checkpoints.lazy import LayerStack
 from pwjax.checkpoints.source import ParamSource
@@ -117,6 +117,13 @@ class CodedExperts:
         first = self.geometry.host_block_start(expert, matrix)
         pages = self._store.read(layer, range(first, first + self.geometry.host_block_pages(matrix)))
         return QuantizedBlock(*unpack_block(pages, self.geometry, matrix))
+
+    def original(self, layer: int, expert: int, matrix: int) -> np.ndarray:
+        """Weights bfloat16[out, in] of one block from its 16-bit rows."""
+        layout, shape = self.geometry.dense_layout(matrix), self.geometry.shape(matrix)
+        first = self.geometry.host_block_start(expert, matrix)
+        pages = self._store.read(layer, [first + page for page in self.geometry.host_pages(matrix, 16)])
+        return split_bf16_rows(pages_to_rows(pages, layout), shape.cols)
 
     def at(self, source: ParamSource, bits: int) -> ParamSource:
         """``source`` with its experts at ``bits``, rounded to bfloat16."""

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from calib.text import Windows, choose, share_out, windows
+from calib.text import Windows, choose, share_out, thin, windows
 
 
 def test_windows_do_not_overlap_and_drop_tails():
@@ -45,6 +45,12 @@ def test_sources_are_mixed_by_weight_and_the_short_one_gives_all():
     assert windows(texts, 10, 1000).quota.tolist() == [30, 100, 2]
     pool = windows(texts, 10, 30, pool=2)
     assert np.bincount(pool.source).tolist() == [28, 28, 2] and pool.quota.tolist() == [14, 14, 2]
+
+
+def test_long_text_is_thinned_evenly():
+    text = "".join(chr(97 + i // 10) for i in range(200))
+    assert thin(text, 1000, 30) == [text[i : i + 30] for i in range(0, 200, 30)]
+    assert thin(text, 40, 10) == ["a" * 10, "f" * 10, "k" * 10, "p" * 10]
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.floats(0.01, 100)), min_size=1, max_size=6), st.integers(0, 200))

@@ -1,0 +1,109 @@
+"""Calibrating while quantizing and afterwards: the same tables, after any kill; experts that no token reached."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from pwjax.calibration import calibrate
+from pwjax.checkpoints.artifact import Artifact
+from pwjax.checkpoints.manifest import TABLES
+from pwjax.checkpoints.tables import write_tables
+from pwjax.checkpoints.tree import param_shapes, unflatten
+from pwjax.config import ModelConfig
+from pwjax.errors import ArtifactError, UsageError
+from pwjax.quantization import quantize
+
+CONFIG = ModelConfig(
+    model_type="qwen2_moe", vocab_size=30, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8,
+    num_experts=4, top_k=2, expert_size=8, shared_size=0, norm_topk_prob=True, rms_eps=1e-6, rope_theta=1e4,
+    max_positions=32, tie_embeddings=True, qkv_bias=False, bos_token_id=0,
+)  # fmt: skip
+TEXT = {"text": np.random.default_rng(1).integers(0, 30, 70), "tokens": 32, "sequence_length": 16}
+
+
+@pytest.fixture(scope="module")
+def params():
+    """Random; expert 3 of layer 0 is never chosen."""
+    rng = np.random.default_rng(0)
+    flat = {n: rng.normal(0, 0.3, s).astype(np.float32) for n, s in param_shapes(CONFIG).items()}
+    flat["layers/post_norm/scale"] = np.abs(flat["layers/post_norm/scale"]) + 1
+    flat["embed/embedding"] = np.abs(flat["embed/embedding"])
+    flat["layers/router/kernel"][0, 3] = -9
+    return unflatten(flat)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, params):
+    return quantize(params, CONFIG, tmp_path_factory.mktemp("made") / "a.pw", **TEXT)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_tables_are_finite_and_rare_experts_are_named(made):
+    artifact = Artifact.open(made)
+    facts, table = artifact.manifest["calibration"], artifact.table()
+    assert table.conditional and (table.damage[:, 0] > 0).all() and np.isfinite(table.damage).all()
+    assert {"layer": 0, "expert": 3, "tokens": 0} in facts["few_tokens"]
+    never = [e for e in facts["few_tokens"] if e["tokens"] == 0]
+    assert f"{len(never)} of them none" in facts["warnings"][0]
+    assert facts["unrouted"] == [
+        f"layer {e['layer']} expert {e['expert']} {name}" for e in never for name in ("gate_up", "down")
+    ]
+    assert table.floors[6:8].tolist() == [4, 4] and "layer 0 expert 3 down" in facts["floors"]["4"]
+    np.testing.assert_allclose(table.routing_rate.sum(1), CONFIG.top_k)
+    assert facts["super_additivity"] > 0 and facts["points"] == [6, 4]
+
+
+def test_an_artifact_is_calibrated_anew_to_the_same_tables(made, tmp_path):
+    told = []
+    again = calibrate(made, **TEXT, note=told.append)
+    old = load_file(made / TABLES)
+    assert sorted(again.tables) == sorted(old) and "of memory and" in told[0]
+    for name, table in again.tables.items():
+        # Quantizing keeps importance in bfloat16 until the codes are made.
+        np.testing.assert_allclose(table, old[name], rtol=5e-3 if name == "damage/paper" else 0, err_msg=name)
+    measured = again.sequences[4]
+    assert measured.by_sequence.shape == (2, 4, 2, 2, 2, 5) and measured.norms.shape == (2, 4, 2, 2, 4)
+    assert not made.with_name("a.pw.calibrating").exists()
+
+    copy = tmp_path / "copy.pw"
+    for name, data in contents(made).items():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_bytes(data)
+    write_tables(copy, {**again.tables, "more": np.ones(3)}, {**again.summary, "seed": 5})
+    assert Artifact.open(copy).verify() == []
+    facts = Artifact.open(copy).manifest["calibration"]
+    assert facts["seed"] == 5 and facts["report"] == Artifact.open(made).manifest["calibration"]["report"]
+
+
+@pytest.mark.slow
+def test_killed_at_any_layer_it_goes_on_to_the_same_bytes(made, tmp_path, params):
+    steps = []
+    quantize(params, CONFIG, tmp_path / "count.pw", **TEXT, progress=lambda *step: steps.append(step))
+    assert contents(tmp_path / "count.pw") == contents(made)
+    rng = np.random.default_rng(2)
+    for at in sorted(rng.choice(len(steps), 8, replace=False)):
+        left = [int(at)]
+
+        def kill(*_step, left=left):
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+
+        out = tmp_path / f"{at}.pw"
+        with pytest.raises(KeyboardInterrupt):
+            quantize(params, CONFIG, out, **TEXT, progress=kill)
+        quantize(params, CONFIG, out, **TEXT)
+        assert contents(out) == contents(made), steps[at]
+
+
+def test_what_cannot_be_calibrated(made, tmp_path, params):
+    with pytest.raises(UsageError, match="at least 2 tokens"):
+        calibrate(made, [1])
+    bare = quantize(params, CONFIG, tmp_path / "bare.pw", fallback=False)
+    with pytest.raises(ArtifactError, match="no 16-bit pages"):
+        calibrate(bare, **TEXT)
