@@ -65,7 +65,7 @@ class Engine:
             return
         sequence = self._sequence(request)
         self.scheduler.waiting.append(sequence)
-        self.boundaries.log("submit", **self._described(sequence))
+        self.boundaries.log("submit", **sequence.submitted())
 
     def generate(
         self,
@@ -132,7 +132,7 @@ class Engine:
         self._refused = [c for c in self._refused if wanted is not None and str(c.id) not in wanted]
         for sequence in begun:
             sequence.stream.finish()
-            self._log_finish(sequence, "cancelled")
+            self.boundaries.log("finish", **sequence.ended("cancelled"))
         return [sequence.completion() for sequence in begun]
 
     @property
@@ -195,7 +195,7 @@ class Engine:
         if scheduler.held:
             reason = "the precision that it demands could not be reached: pages of the model could not be copied"
             scheduler.held = False
-        self._log_finish(alone, "refused")
+        self.boundaries.log("finish", **alone.ended("refused"))
         # What was streamed of it stays: its pieces are out already.
         self._refused.append(replace(alone.completion(), finish_reason="refused", error=reason))
 
@@ -219,7 +219,7 @@ class Engine:
         sequence.scores.pop()  # nothing follows the last token
         sequence.finish_reason = "score"
         self.scheduler.release(sequence)
-        self._log_finish(sequence, "score")
+        self.boundaries.log("finish", **sequence.ended("score"))
         return [sequence.completion()]
 
     def _decode(self, limits: list[int]) -> list[Piece | Completion]:
@@ -250,7 +250,7 @@ class Engine:
         if sequence.finish_reason:
             self.scheduler.release(sequence)
             events.append(sequence.completion())
-            self._log_finish(sequence, sequence.finish_reason)
+            self.boundaries.log("finish", **sequence.ended(sequence.finish_reason))
         return events
 
     # Precision
@@ -341,21 +341,6 @@ class Engine:
             seed = request_seed(self.parts.seed, request.id)
         self._order += 1
         return Sequence.start(request, self._order, self.parts.shapes.context, self.tokenizer, seed)
-
-    def _described(self, sequence: Sequence) -> dict:
-        """What a replay needs to submit it again; the seed is the one in force, also where the request named none."""
-        fields = {name: getattr(sequence.request.sampling, name) for name in SamplingParams.field_names()}
-        fields["seed"] = sequence.seed
-        start = {"id": sequence.request.id, "order": sequence.order, "prompt_token_ids": list(sequence.prompt)}
-        rest = {name: getattr(sequence.request, name) for name in ("min_bits", "max_damage", "score")}
-        demand = {name: value for name, value in rest.items() if value not in (None, False)}
-        return {**start, "sampling": fields, **demand}
-
-    def _log_finish(self, sequence: Sequence, reason: str | None) -> None:
-        self.boundaries.log(
-            "finish", id=sequence.request.id, order=sequence.order, reason=reason, prompt_tokens=len(sequence.prompt),
-            token_ids=list(sequence.generated),
-        )  # fmt: skip
 
     @contextmanager
     def _between_dispatches(self) -> Iterator[None]:

@@ -114,6 +114,22 @@ class Sequence:
                 self.finish_reason = "stop"
         return text
 
+    def submitted(self) -> dict:
+        """What a replay needs to submit it again; the seed is the one in force, also where the request named none."""
+        request = self.request
+        sampling = {name: getattr(request.sampling, name) for name in request.sampling.field_names()}
+        rest = {name: getattr(request, name) for name in ("min_bits", "max_damage", "score")}
+        return {
+            "id": request.id, "order": self.order, "prompt_token_ids": list(self.prompt),
+            "sampling": {**sampling, "seed": self.seed},
+            **{name: value for name, value in rest.items() if value not in (None, False)},
+        }  # fmt: skip
+
+    def ended(self, reason: str | None) -> dict:
+        """What the log says of its end."""
+        start = {"id": self.request.id, "order": self.order, "reason": reason, "prompt_tokens": len(self.prompt)}
+        return {**start, "token_ids": list(self.generated)}
+
     def completion(self) -> Completion:
         """The finished request; a sequence cut short from outside counts as ``length``."""
         return Completion(
