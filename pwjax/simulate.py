@@ -92,11 +92,13 @@ def simulate(view: Outlook, arrivals: list[Arrival]) -> Simulation:
 def _parts(view: Outlook) -> Parts:
     """An engine's parts: bookkeeping is real, whatever would hold weights or do arithmetic is not."""
     shapes, memory, table, config = view.shapes, view.memory, view.plan.table, view.shapes.config
-    arena, transfer = _NoArena(shapes.geometry.page_words), _NextBoundary(shapes.geometry.page_words)
+    # They stand in for an arena and a transfer, of which only this much is used.
+    arena: Any = _NoArena(shapes.geometry.page_words)
+    transfer: Any = _NextBoundary(shapes.geometry.page_words)
     allocator = PageAllocator(memory.num_pages)
     page_table = PageTableState(config.num_layers, config.num_experts, shapes.geometry)
     pager = Pager(
-        arena, allocator, page_table, shapes.geometry, transfer,  # pyright: ignore[reportArgumentType]
+        arena, allocator, page_table, shapes.geometry, transfer,
         staging_pages=memory.staging_pages, clock=lambda: 0.0,
     )  # fmt: skip
     pager.load_initial(view.plan.bits)
@@ -108,7 +110,7 @@ def _parts(view: Outlook) -> Parts:
         page_table=page_table, pager=pager, transfer=transfer, store=stub, policy=view.policy,
         decisions=Live(view.policy), tokenizer=None, meter=_Predicted(held_bytes=held, pager=pager),
         log=EpochLog(None, {}), start_bits=view.plan.bits, moves=view.moves, seed=0,
-    )  # pyright: ignore[reportArgumentType]  # fmt: skip
+    )  # fmt: skip
 
 
 class _SimulatedEngine(Engine):
