@@ -88,6 +88,8 @@ class Stream:
                     parts.append(np.asarray(routing, np.float64)[:, :used])
                     self.progress("forward", layer * len(batches) + number + 1, layers * len(batches))
                 out.commit()
+            # Before the next layer comes, or two would be on the device.
+            del params
             save_array(self._routing_path(layer), np.concatenate(parts, axis=1))
         stored = np.stack([np.load(self._routing_path(i)) for i in range(layers)], axis=2)
         return Routing(stored[0].astype(np.int64), stored[1], stored[2])

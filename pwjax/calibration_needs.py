@@ -18,8 +18,9 @@ def memory_bytes(config: ModelConfig, widths: tuple[int, ...], length: int) -> i
     """Most host memory that a calibration with sequences of ``length`` holds on the CPU, beside parameters that the
     caller keeps in memory.
 
-    One layer is there twice, as it was read and on the device, with the activations of a batch; or one expert at every
-    width; or the head.
+    One layer as it was read and on the device, and as much again for what the allocator and the compiled program keep
+    (measured by ``experiments/calibration_scale``), with the activations of a batch; or one expert at every width; or
+    the head.
     """
     shapes = param_shapes(config)
     size = lambda name: 2 * int(np.prod(shapes[name], dtype=np.int64))  # noqa: E731
@@ -27,7 +28,7 @@ def memory_bytes(config: ModelConfig, widths: tuple[int, ...], length: int) -> i
     outer = sum(size(name) for name in shapes if not name.startswith("layers/"))
     expert = 4 * 3 * config.expert_size * config.hidden_size
     tokens, row = max(BATCH_TOKENS, length), 4 * max(config.hidden_size, 2 * config.expert_size)
-    run = 2 * layer + tokens * row * (8 + 6 * config.top_k)
+    run = 4 * layer + tokens * row * (8 + 6 * config.top_k)
     block = layer + expert * (2 * len(widths) + 10) + 12 * PIECE_ROWS * row
     head = outer + 6 * HEAD_TOKENS * 4 * config.vocab_size + 4 * tokens * row
     return BASE_BYTES + outer + max(run, block, head)
