@@ -69,7 +69,7 @@ class Resident:
             for width in set(wanted[matrix::2].tolist()):
                 rows = np.flatnonzero((wanted == width) & (block % 2 == matrix))
                 slots, host = geometry.table_slots(matrix, width), geometry.host_pages(matrix, width)
-                pages[np.ix_(rows, slots)] = first[rows, None] + np.asarray(host)
+                pages[np.ix_(rows, np.array(slots))] = first[rows, None] + np.asarray(host)
         shape = (config.num_layers, config.num_experts, 2)
         return PageTable(
             jnp.asarray(wanted.reshape(shape), jnp.int32), jnp.asarray(pages.reshape(*shape, -1)), jnp.int32(0)

@@ -40,7 +40,7 @@ def expert_ffn(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _expert_ffn(geometry, name, activation, *read):
-    return IMPLEMENTATIONS[name](*read, geometry, activation)
+    return IMPLEMENTATIONS[name](*read, geometry, activation)  # pyright: ignore[reportCallIssue]
 
 
 def _forward(geometry, name, activation, *read):
@@ -52,8 +52,12 @@ def _backward(geometry, name, activation, read, cotangents):
 
     The forward is computed again: what it would have kept is a dequantized copy of every expert in use.
     """
-    x, experts_of, gates, *rest = read
-    _, pull = jax.vjp(lambda x, g: paged_expert_ffn(x, experts_of, g, *rest, geometry, activation), x, gates)
+    x, experts_of, gates, valid, arena, bits, pages = read
+
+    def forward(x, gates):
+        return paged_expert_ffn(x, experts_of, gates, valid, arena, bits, pages, geometry, activation)
+
+    _, pull = jax.vjp(forward, x, gates)
     grad_x, grad_gates = pull(cotangents)
     return grad_x, None, grad_gates, None, None, None, None
 

@@ -230,7 +230,8 @@ def _parse(line: bytes, index: int, defaults: SamplingParams, vocab_size: int | 
     prompt, ids, messages = (value.pop(key, None) for key in ("prompt", "prompt_token_ids", "messages"))
     if sum(one is not None for one in (prompt, ids, messages)) != 1:
         raise PromptError("give exactly one of prompt, prompt_token_ids and messages")
-    min_bits, max_damage = (value.pop(key, None) for key in ("min_bits", "max_damage"))
+    min_bits: Any = value.pop("min_bits", None)
+    max_damage: Any = value.pop("max_damage", None)
     if isinstance(request_id, str):
         _check_text("id", request_id)
     if prompt is not None:
