@@ -1,6 +1,6 @@
 """The three families against transformers: logits, gradients, and the text that the engine continues a prompt with.
 
-    pytest -m parity tests/parity/test_families.py
+pytest -m parity tests/parity/test_families.py
 """
 
 import numpy as np
@@ -153,7 +153,9 @@ def continued(saved_family, tmp_path_factory):
             texts = []
             for prompt in PROMPTS:
                 ids = torch.tensor([prompt])
-                done = model.generate(ids, do_sample=False, max_new_tokens=64, pad_token_id=1)
+                # Without a mask, generate would make one from the padding id, which prompts may hold.
+                mask = torch.ones_like(ids)
+                done = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=64, pad_token_id=1)
                 texts.append(done[0, len(prompt) :].tolist())
                 assert len(texts[-1]) == 64
             made[family] = out, texts
