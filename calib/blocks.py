@@ -121,6 +121,20 @@ def measure(
     return Measured(counts.sum(), by_sequence.sum(0), square, counts, by_sequence, moments, norms)
 
 
+def second_moments(
+    functions: Functions, trace: LayerTrace, expert: int, gate_up: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """``E[g^2 x x^T]`` float32[H, H] and [I, I] of what ``gate_up`` and ``down`` read, means over the expert's tokens;
+    zero where it has none. ``gate_up`` is float32[2I, H]."""
+    hidden, inner = gate_up.shape[1], functions.inner(jnp.zeros((1, gate_up.shape[1])), jnp.asarray(gate_up)).shape[1]
+    state, tokens = (jnp.zeros((hidden, hidden)), jnp.zeros((inner, inner))), 0
+    for rows in trace.rows(expert):
+        state = _second_moments(functions, state, jnp.asarray(gate_up), rows.inputs, rows.gates)
+        tokens += int(rows.used.sum())
+    gate, down = (np.asarray(m) / np.float32(max(tokens, 1)) for m in state)
+    return gate, down
+
+
 def column_energy(fisher: jax.Array, exact: tuple, widths: tuple) -> tuple[jax.Array, jax.Array]:
     """Error ``sum_rows r (W - W_b)^2`` that each input column carries to the layer's output: (float32[B, H], [B, I]).
 
@@ -153,6 +167,14 @@ def _squared_gradients(functions: Functions, state, weights, rows: Rows):
         return (own, total, moments), None
 
     return lax.scan(tile, state, rows)[0]
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _second_moments(functions: Functions, state, gate_up, inputs, gates):
+    """One piece of tokens into sums of gated outer products."""
+    x = inputs.reshape(-1, inputs.shape[-1])
+    gated = (gates.reshape(-1, 1) * read for read in (x, functions.inner(x, gate_up)))
+    return tuple(m + jnp.matmul(g.T, g, precision="highest") for m, g in zip(state, gated, strict=True))
 
 
 @partial(jax.jit, static_argnums=0)

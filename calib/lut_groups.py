@@ -105,7 +105,9 @@ def _sample_errors(samples, widths, candidates) -> dict[int, dict[int, float]]:
         try:
             for weight, importance in pairs:
                 rows = min(len(weight), max(SAMPLE_ROWS // group, 1) * group)
-                weight, importance = weight[:rows], None if importance is None else importance[:rows]
+                if importance is not None:
+                    importance = np.broadcast_to(importance, weight.shape)[:rows]
+                weight = weight[:rows]
                 block = quantize_block(weight, importance, widths, group)
                 energy += weighted_energy(weight, importance)
                 for bits in widths:

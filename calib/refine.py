@@ -8,9 +8,19 @@ table's entries (the first half of the alternation in GuidedQuant's LNQ).
 import numpy as np
 
 from calib.anyprecision import F16_MAX, QuantizedBlock
+from calib.damage import PSEUDO_TOKENS
 
 # Pulls the entry of a code that no weight has to where it was, and is next to nothing for all others.
 _ANCHOR = 1e-9
+
+
+def shrunk(moment: np.ndarray, tokens: int) -> np.ndarray:
+    """The second moment float64[K, K] of ``tokens`` drawn to its own diagonal, as if PSEUDO_TOKENS more had shown
+    uncorrelated inputs: correlations of few tokens are chance."""
+    moment = np.asarray(moment, np.float64)
+    out = moment * (tokens / (tokens + PSEUDO_TOKENS))
+    np.fill_diagonal(out, np.diagonal(moment))
+    return out
 
 
 def refine_block(
@@ -23,8 +33,8 @@ def refine_block(
     """``block`` with the least-squares tables of ``widths`` (None: all); codes and scales stay.
 
     ``weight`` float32[N, K]; ``moment`` float64[K, K] is H, ``ridge`` times its mean diagonal is added to the diagonal
-    against chance correlations of few tokens. Tables need not ascend. A width takes N * K^2 * 2^b multiplications.
-    ValueError where shapes disagree, the moment is not finite, or a table does not fit in float16.
+    against chance correlations of few tokens. Tables need not ascend; one that does not fit in float16 stays as it was.
+    All widths together take N * K^2 additions. ValueError where shapes disagree or the moment is not finite.
     """
     rows, cols = weight.shape
     if block.codes.shape != (rows, cols) or moment.shape != (cols, cols):
@@ -34,24 +44,33 @@ def refine_block(
     if not np.isfinite(moment).all():
         raise ValueError("the inputs' second moment must be finite: check the calibration for NaN")
     h = moment + ridge * np.trace(moment) / cols * np.eye(cols)
-    tables = {b: _table(block, weight, h, b) for b in widths or tuple(block.luts)}
-    return QuantizedBlock(block.codes, {**block.luts, **tables}, block.scales)
+    luts = {b: table.copy() if b in (widths or block.luts) else table for b, table in block.luts.items()}
+    group = rows // len(luts[block.parent])
+    for index in range(rows // group):
+        take = slice(index * group, (index + 1) * group)
+        left, right = _normal(block.codes[take], block.scales[take], weight[take], h, 1 << block.parent)
+        for b in widths or luts:
+            # A code at b bits stands for neighbouring codes of the parent width, so its equations are their sums.
+            count, each = 1 << b, 1 << (block.parent - b)
+            own = left.reshape(count, each, count, each).sum((1, 3)), right.reshape(count, each).sum(1)
+            table = _solved(*own, luts[b][index].astype(np.float64))
+            if np.abs(table).max() <= F16_MAX:
+                luts[b][index] = table.astype(np.float16)
+    return QuantizedBlock(block.codes, luts, block.scales)
 
 
-def _table(block: QuantizedBlock, weight: np.ndarray, h: np.ndarray, bits: int) -> np.ndarray:
-    """Table float16[N/G, 2**bits] of one width."""
-    count, old = 1 << bits, block.luts[bits].astype(np.float64)
-    group = len(weight) // len(old)
-    left, right = np.zeros((len(old), count, count)), np.zeros((len(old), count))
-    for row, (codes, scale) in enumerate(zip(block.codes >> (block.parent - bits), block.scales, strict=True)):
-        picks = float(scale) * (codes[:, None] == np.arange(count))
-        pushed = picks.T @ h
-        left[row // group] += pushed @ picks
-        right[row // group] += pushed @ weight[row].astype(np.float64)
-    anchor = _ANCHOR * np.trace(left, axis1=1, axis2=2)[:, None] / count
-    anchor = np.where(anchor > 0, anchor, 1.0)  # a moment of zeros says nothing: the table stays
-    table = np.linalg.solve(left + anchor[..., None] * np.eye(count), (right + anchor * old)[..., None])[..., 0]
-    largest = float(np.abs(table).max())
-    if largest > F16_MAX:
-        raise ValueError(f"a refined table of size {largest:.3g} does not fit in float16 (at most {F16_MAX:.0f})")
-    return table.astype(np.float16)
+def _normal(codes: np.ndarray, scales: np.ndarray, weight: np.ndarray, h: np.ndarray, count: int):
+    """Normal equations (float64[count, count], float64[count]) of the table that some rows share."""
+    left, right = np.zeros((count, count)), np.zeros(count)
+    for own, scale, values in zip(codes, scales.astype(np.float64), weight.astype(np.float64), strict=True):
+        order = np.argsort(own, kind="stable")
+        used, first = np.unique(own[order], return_index=True)
+        pushed = scale * np.stack([h[columns].sum(0) for columns in np.split(order, first[1:])])
+        left[np.ix_(used, used)] += scale * np.add.reduceat(pushed[:, order], first, axis=1)
+        right[used] += pushed @ values
+    return left, right
+
+
+def _solved(left: np.ndarray, right: np.ndarray, old: np.ndarray) -> np.ndarray:
+    anchor = _ANCHOR * np.trace(left) / len(old) or 1.0  # a moment of zeros says nothing: the table stays
+    return np.linalg.solve(left + anchor * np.eye(len(old)), right + anchor * old)

@@ -1,8 +1,23 @@
-"""What an expert matrix loses at each width by the squared gradients of its weights (equation 2 of the paper)."""
+"""What the weights of an expert matrix are worth: by their inputs, which codes are made by, and by their squared
+gradients (equation 2 of the paper)."""
 
 import numpy as np
 
 from calib.anyprecision import QuantizedBlock, weighted_error
+from calib.damage import PSEUDO_TOKENS
+
+
+def column_weights(moments: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Worth float64[E, K] of the weights in each column: ``E[g^2 x^2]`` over routed tokens, which is the mean square of
+    what an error of 1 does to the expert's weighted output.
+
+    ``moments`` float64[E, K] are sums over the ``tokens`` int64[E] of each expert of a layer. An expert is drawn to the
+    layer's mean as if it had PSEUDO_TOKENS of that, so one without tokens has the mean; all 1 in a layer of zeros.
+    """
+    pooled = moments.sum(0) / max(int(tokens.sum()), 1)
+    if not pooled.any():
+        return np.ones_like(moments)
+    return (moments + PSEUDO_TOKENS * pooled) / (tokens[:, None] + PSEUDO_TOKENS)
 
 
 def unrouted_importance(means: np.ndarray) -> np.ndarray:

@@ -23,9 +23,10 @@ import numpy as np
 
 from calib import damage
 from calib.anyprecision import dequantize
-from calib.blocks import FORMS, Importance, Measured, PieceErrors, importance, measure
+from calib.blocks import FORMS, Importance, Measured, PieceErrors, importance, measure, second_moments
+from calib.refine import shrunk
 from calib.rows import Rows
-from calib.sensitivity import paper_damage, unrouted_importance
+from calib.sensitivity import column_weights, paper_damage, unrouted_importance
 from calib.stream import Routing, Stream, save_array
 from calib.text import choose
 from pwjax.calibration_needs import needs
@@ -71,11 +72,11 @@ class Calibration:
         self.source, self.text, self.folder, self.progress = source, text, folder, progress
         self.config = source.config
 
-    def run_original(self, paper: Paper | None = None) -> None:
+    def run_original(self, paper: Paper | None = None, refine: bool = False) -> None:
         """Run the model as it is. UsageError where the loss is not finite.
 
-        Importance of weights is kept, or given to ``paper(layer, expert, exact, importance)`` which makes of it the
-        damage float64[2, B] of an expert's blocks.
+        Squared gradients of weights are kept, or given to ``paper(layer, expert, exact, importance)`` which makes of
+        them the damage float64[2, B] of an expert's blocks. ``refine`` keeps the inputs' second moments too.
         """
         folder = self.folder / "original"
         if (folder / "done").exists():
@@ -86,6 +87,7 @@ class Calibration:
         _save(folder / "routing.npz", chosen=chosen, **routing._asdict())
         for trace in self._backward(stream, chosen):
             layers = self._experts(trace.layer)
+            tokens = np.bincount(trace.experts.reshape(-1), minlength=self.config.num_experts)
             found: dict[str, list] = {"means": [], "gate_up": [], "down": [], "paper": []}
             for expert in range(self.config.num_experts):
                 exact = tuple(np.asarray(weights[expert], np.float32) for weights in layers)
@@ -98,8 +100,12 @@ class Calibration:
                     continue
                 for matrix in (0, 1):
                     bits = squares[matrix].astype(ml_dtypes.bfloat16).view(np.uint16)
-                    save_array(self._importance_path(trace.layer, expert, matrix), bits)
-            _save(folder / f"layer_{trace.layer:03d}.npz", fisher=trace.fisher, **found)
+                    save_array(self._block_path("squares", trace.layer, expert, matrix), bits)
+                if refine and tokens[expert] >= damage.FEW_TOKENS:
+                    both = second_moments(stream.model.functions, trace, expert, exact[0])
+                    for matrix, moment in enumerate(both):
+                        save_array(self._block_path("moment", trace.layer, expert, matrix), moment)
+            _save(folder / f"layer_{trace.layer:03d}.npz", fisher=trace.fisher, tokens=tokens, **found)
         save_array(folder / "losses.npy", stream.losses())
         _finish(folder)
 
@@ -126,13 +132,24 @@ class Calibration:
             _save(folder / f"layer_{trace.layer:03d}.npz", **merged._asdict())
         _finish(folder)
 
-    def importance(self, layer: int, expert: int, matrix: int) -> np.ndarray:
+    def squares(self, layer: int, expert: int, matrix: int) -> np.ndarray:
         """Squared gradients float32[out, in] of one block; of an expert that no token chose, what is least."""
-        if self.means[layer, expert, matrix] == 0:
+        means = self._layer("original", "means", layer)[:, matrix]
+        if means[expert] == 0:
             shape = manifests.block_shapes(self.config)[matrix]
-            return np.full(shape, unrouted_importance(self.means[layer, :, matrix])[expert], np.float32)
-        bits = np.load(self._importance_path(layer, expert, matrix))
+            return np.full(shape, unrouted_importance(means)[expert], np.float32)
+        bits = np.load(self._block_path("squares", layer, expert, matrix))
         return bits.view(ml_dtypes.bfloat16).astype(np.float32)
+
+    def weights(self, layer: int, expert: int, matrix: int) -> np.ndarray:
+        """What a weight in each column of one block counts for its codes, float32[in]."""
+        moments, tokens = (self._layer("original", name, layer) for name in (NAMES[matrix], "tokens"))
+        return column_weights(moments, tokens)[expert].astype(np.float32)
+
+    def second_moment(self, layer: int, expert: int, matrix: int) -> np.ndarray | None:
+        """Second moment float64[in, in] of one block's gated inputs, shrunk; None below FEW_TOKENS, or if not kept."""
+        path = self._block_path("moment", layer, expert, matrix)
+        return shrunk(np.load(path), self._layer("original", "tokens", layer)[expert]) if path.exists() else None
 
     @property
     def paper(self) -> np.ndarray:
@@ -223,13 +240,16 @@ class Calibration:
         except ValueError as error:
             raise UsageError(f"calibration failed: {error}") from error
 
-    def _importance_path(self, layer: int, expert: int, matrix: int) -> Path:
-        return self.folder / "original" / f"importance_{layer:03d}_{expert:03d}_{NAMES[matrix]}.npy"
+    def _block_path(self, what: str, layer: int, expert: int, matrix: int) -> Path:
+        return self.folder / "original" / f"{what}_{layer:03d}_{expert:03d}_{NAMES[matrix]}.npy"
+
+    def _layer(self, folder: str, name: str, layer: int) -> np.ndarray:
+        """An array of one layer's file."""
+        return np.load(self.folder / folder / f"layer_{layer:03d}.npz")[name]
 
     def _layers(self, folder: str, name: str) -> np.ndarray:
         """An array of every layer's file, stacked."""
-        files = (self.folder / folder / f"layer_{layer:03d}.npz" for layer in range(self.config.num_layers))
-        return np.stack([np.load(file)[name] for file in files])
+        return np.stack([self._layer(folder, name, layer) for layer in range(self.config.num_layers)])
 
 
 def operating_points(widths: tuple[int, ...]) -> tuple[int, ...]:

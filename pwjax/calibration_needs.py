@@ -34,18 +34,22 @@ def memory_bytes(config: ModelConfig, widths: tuple[int, ...], length: int) -> i
     return BASE_BYTES + outer + max(run, block, head)
 
 
-def disk_bytes(config: ModelConfig, text: CalibrationText, importance: bool) -> int:
-    """Bytes on disk that a calibration needs at most; ``importance`` is kept until the codes are made."""
+def disk_bytes(config: ModelConfig, text: CalibrationText, importance: bool, refine: bool = False) -> int:
+    """Bytes on disk that a calibration needs at most; ``importance`` and second moments to ``refine`` by are kept until
+    the codes are made."""
     windows = text.windows.tokens
     spilled = spill_bytes(len(windows), text.count, windows.shape[1], config.hidden_size, config.num_layers)
-    return spilled + 2 * config.expert_params * importance
+    moments = 4 * (config.hidden_size**2 + config.expert_size**2) * config.num_layers * config.num_experts
+    return spilled + 2 * config.expert_params * importance + moments * refine
 
 
-def needs(config: ModelConfig, text: CalibrationText, widths: tuple[int, ...], importance: bool) -> str:
+def needs(
+    config: ModelConfig, text: CalibrationText, widths: tuple[int, ...], importance: bool, refine: bool = False
+) -> str:
     """A sentence for people."""
     count, length = len(text.windows.tokens), text.windows.tokens.shape[1]
     memory = format_bytes(memory_bytes(config, widths, length))
-    disk = format_bytes(disk_bytes(config, text, importance))
+    disk = format_bytes(disk_bytes(config, text, importance, refine))
     return (
         f"calibrating with {text.count} sequences of {length} tokens, chosen from {count}: at most {memory} of memory "
         f"and {disk} of disk"

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from calib import report
-from calib.anyprecision import quantize_block, weighted_energy
+from calib.anyprecision import quantize_block, weighted_energy, weighted_error
 from calib.lut_groups import choose_lut_rows
+from calib.refine import refine_block
 from calib.sensitivity import paper_damage
 from pallas_kernels.bitplanes import block_pages
 from pallas_kernels.pages import Geometry
@@ -32,10 +33,14 @@ from pwjax.progress import Progress, silent
 from pwjax.streamed import CodedExperts
 
 # Part of the key of a partial conversion: raise it when the same inputs would give other bytes.
-ALGORITHM = "any-precision/2"
+ALGORITHM = "any-precision/3"
 
-# Importance float32[out, in] of the weights of a block (layer, expert, matrix).
-Importance = Callable[[int, int, int], np.ndarray]
+# Additions up to which tables are refined unless asked otherwise: some minutes of one core.
+REFINE_WORK = 10**11
+
+# What a weight counts in the error that codes minimize.
+MOMENTS = "mean gate^2 times squared input of the routed tokens, a number a column"
+UNIFORM = "every weight counts once"
 
 # Blocks of each matrix that the choice of LUT groups looks at.
 SAMPLES = 4
@@ -46,16 +51,19 @@ class Settings:
     """How to quantize; UsageError for values that cannot be.
 
     ``widths`` contiguous within 2..8, ``fallback`` keeps 16-bit pages, ``lut_rows`` (gate_up, down) or None to choose,
-    ``page_words`` or None to choose.
+    ``page_words`` or None to choose, ``refine`` tables by the second moment of their inputs.
     """
 
     widths: tuple[int, ...]
     fallback: bool
     lut_rows: tuple[int, int] | None
     page_words: int | None
+    refine: bool
 
     @classmethod
-    def make(cls, config: ModelConfig, bits, fallback: bool, lut_rows, page_words: int | None) -> "Settings":
+    def make(
+        cls, config: ModelConfig, bits, fallback: bool, lut_rows, page_words: int | None, refine: bool
+    ) -> "Settings":
         """Settings from what a caller may write: ``bits`` "2-6" or numbers, ``lut_rows`` "auto", one or two numbers."""
         if isinstance(lut_rows, str):
             if lut_rows != "auto":
@@ -69,7 +77,7 @@ class Settings:
             for name, group, (rows, _) in zip(NAMES, groups, shapes, strict=True):
                 if group < 1 or rows % group:
                     raise UsageError(f"lut_rows = {group} does not divide the {rows} rows of {name}")
-        return cls(parse_bits(bits), bool(fallback), groups, page_words)
+        return cls(parse_bits(bits), bool(fallback), groups, page_words, refine)
 
 
 def parse_bits(bits: str | int | range | tuple[int, ...] | list[int]) -> tuple[int, ...]:
@@ -99,6 +107,7 @@ def quantize(
     fallback: bool = True,
     lut_rows: str | int | tuple[int, int] = "auto",
     page_words: int | None = None,
+    refine: bool | None = None,
     tokens: int = TOKENS,
     sequence_length: int = SEQUENCE_LENGTH,
     weights: Sequence[float] | None = None,
@@ -113,7 +122,8 @@ def quantize(
     state that holds it under ``params``, or an Orbax directory. ``text``: calibration text or token ids, up to
     ``tokens`` of them in sequences of ``sequence_length``, its sources mixed by ``weights`` (see
     :func:`pwjax.calibration_text.calibration_text`); without it every weight counts the same. ``seed``: of the tokens
-    that the model draws in calibration. ``tokenizer``: needed for text, and copied with its sibling files. ``jobs``:
+    that the model draws in calibration. ``refine`` tables by least squares on the text's inputs (None: where it takes
+    REFINE_WORK additions at most). ``tokenizer``: needed for text, and copied with its sibling files. ``jobs``:
     threads, 0 for one a core; the bytes do not depend on it. ``progress(stage, done, total)``;
     ``note`` is told beforehand how much memory and disk calibration takes at most.
 
@@ -121,33 +131,39 @@ def quantize(
     CheckpointError or ArtifactError with one sentence.
     """
     refuse_taken(Path(out))
-    settings = Settings.make(config, bits, fallback, lut_rows, page_words)
+    if refine and text is None:
+        raise UsageError("tables are refined by the inputs that a calibration text makes: give text as well")
+    refine = text is not None and (refine_work(config) <= REFINE_WORK if refine is None else refine)
+    settings = Settings.make(config, bits, fallback, lut_rows, page_words, refine)
     extra_files = tokenizer_files(tokenizer)
     flat = checked_params(params, config)
     made = None if text is None else calibration_text(text, config, tokenizer, tokens, sequence_length, weights, seed)
     with ArtifactWriter(out, config, _key(flat, config, settings, made, extra_files)) as writer:
         # Before hours of work: the planes alone, the fallback, and what calibration keeps.
         least = config.expert_params * (settings.widths[-1] / 8 + 2 * fallback)
-        least += 0 if made is None else disk_bytes(config, made, importance=True)
+        least += 0 if made is None else disk_bytes(config, made, True, refine)
         if not any(writer.scratch.iterdir()):
             writer.reserve(int(least))
         calibration = None
         if made is not None:
-            note(needs(config, made, settings.widths, importance=True))
+            note(needs(config, made, settings.widths, True, refine))
             with writer.disk("calibration results"):
                 calibration = Calibration(ParamSource(config, flat), made, writer.scratch, progress)
-                calibration.run_original()
-        importance = None if calibration is None else calibration.importance
-        geometry, choice = _choose_geometry(flat, config, settings, importance)
+                calibration.run_original(refine=refine)
+        geometry, choice = _choose_geometry(flat, config, settings, calibration)
         dense = {n: v if isinstance(v, LayerStack) else bf16(v) for n, v in flat.items() if n not in EXPERTS}
         writer.begin(geometry, sum(a.nbytes for a in dense.values()) + sum(map(len, extra_files.values())))
-        _write_layers(writer, flat, geometry, importance, jobs, progress)
+        _write_layers(writer, flat, geometry, calibration, jobs, progress)
         records = [record for _, record in sorted(writer.records().items())]
         squared = np.array([row for record in records for row in record["damage"]], np.float64)
         with writer.disk("calibration results"):
             done = _finish_calibration(calibration, writer, geometry, squared)
         summary = {
             **done.summary,
+            "quantizer": {
+                "weights": UNIFORM if calibration is None else MOMENTS,
+                "refined_blocks": sum(record["refined"] for record in records),
+            },
             "lut_choice": choice,
             "report": [row for record in records for row in record["report"]],
         }
@@ -182,7 +198,7 @@ def _write_layers(
     writer: ArtifactWriter,
     flat: dict,
     geometry: Geometry,
-    importance: Importance | None,
+    calibration: Calibration | None,
     jobs: int,
     progress: Progress,
 ) -> None:
@@ -196,17 +212,18 @@ def _write_layers(
                 if layer in done:
                     continue
                 with writer.layer(layer) as file:
-                    file.record = {"damage": [], "report": []}
+                    file.record = {"damage": [], "refined": 0, "report": []}
                     error = {name: dict.fromkeys(geometry.widths, 0.0) for name in NAMES}
                     energy = {name: 0.0 for name in NAMES}
                     work = _layer_blocks(flat, layer, config)
                     # In order of blocks, whoever finishes first: the file does not depend on the number of threads.
-                    for matrix, pages, damage, own in pool.map(lambda w: _quantize_one(*w, importance, geometry), work):
-                        file.add(pages)
-                        file.record["damage"].append(damage.tolist())
-                        energy[NAMES[matrix]] += own
-                        for bits, value in zip(geometry.widths, damage, strict=True):
-                            error[NAMES[matrix]][bits] += float(value)
+                    for made in pool.map(lambda w: _quantize_one(*w, calibration, geometry), work):
+                        file.add(made.pages)
+                        file.record["damage"].append(made.damage.tolist())
+                        file.record["refined"] += made.refined
+                        energy[NAMES[made.matrix]] += made.energy
+                        for bits, value in zip(geometry.widths, made.error, strict=True):
+                            error[NAMES[made.matrix]][bits] += float(value)
                         count += 1
                         progress("quantizing", count, total)
                     file.record["report"] = report.layer_rows(layer, error, energy)
@@ -223,22 +240,44 @@ def _layer_blocks(flat: dict, layer: int, config: ModelConfig) -> Iterator[tuple
             yield layer, expert, matrix, weights[matrix][expert]
 
 
+class _Made(NamedTuple):
+    """One block: pages, the paper's damage and the weighted error at each width, and the energy for the latter."""
+
+    matrix: int
+    pages: np.ndarray
+    damage: np.ndarray
+    error: np.ndarray
+    energy: float
+    refined: bool
+
+
 def _quantize_one(
-    layer: int, expert: int, matrix: int, weight: np.ndarray, importance: Importance | None, geometry: Geometry
-) -> tuple[int, np.ndarray, np.ndarray, float]:
-    """Pages, squared error at each width and energy of one block, both weighted by importance."""
-    exact, own = weight.astype(np.float32), None if importance is None else importance(layer, expert, matrix)
+    layer: int, expert: int, matrix: int, weight: np.ndarray, calibration: Calibration | None, geometry: Geometry
+) -> _Made:
+    at, exact = (layer, expert, matrix), weight.astype(np.float32)
+    worth = None if calibration is None else calibration.weights(*at)
+    moment = None if calibration is None else calibration.second_moment(*at)
     try:
-        block = quantize_block(exact, own, geometry.widths, geometry.shape(matrix).lut_rows)
+        block = quantize_block(exact, worth, geometry.widths, geometry.shape(matrix).lut_rows)
+        if moment is not None:
+            block = refine_block(block, exact, moment)
     except ValueError as error:
         name = f"layer {layer} expert {expert} {NAMES[matrix]}"
         raise CheckpointError(f"{name} cannot be quantized: {error}") from error
-    damage = paper_damage(exact, own, block, geometry.widths)
-    return matrix, block_pages(block, weight, geometry, matrix), damage, weighted_energy(exact, own)
+    error = np.array([weighted_error(exact, worth, block, bits) for bits in geometry.widths])
+    squares = None if calibration is None else calibration.squares(*at)
+    damage = paper_damage(exact, squares, block, geometry.widths)
+    pages, energy = block_pages(block, weight, geometry, matrix), weighted_energy(exact, worth)
+    return _Made(matrix, pages, damage, error, energy, moment is not None)
+
+
+def refine_work(config: ModelConfig) -> int:
+    """Additions that refining the tables of all blocks takes: N * K^2 for one of N rows and K columns."""
+    return config.num_layers * config.num_experts * sum(n * k * k for n, k in manifests.block_shapes(config))
 
 
 def _choose_geometry(
-    flat: dict, config: ModelConfig, settings: Settings, importance: Importance | None
+    flat: dict, config: ModelConfig, settings: Settings, calibration: Calibration | None
 ) -> tuple[Geometry, dict]:
     """LUT groups and page size, and the measured errors that decided, for the manifest."""
     shapes, fixed = manifests.block_shapes(config), settings.lut_rows
@@ -248,7 +287,7 @@ def _choose_geometry(
     for matrix, name in enumerate(EXPERTS):
         pairs = []
         for layer, expert in (divmod(i, config.num_experts) for i in chosen):
-            own = None if importance is None else importance(layer, expert, matrix)
+            own = None if calibration is None else calibration.weights(layer, expert, matrix)
             pairs.append((bf16(flat[name][layer][expert]).astype(np.float32), own))
         samples.append(pairs)
     candidates = None if fixed is None else ((fixed[0],), (fixed[1],))
@@ -284,6 +323,7 @@ def _key(flat: dict, config: ModelConfig, settings: Settings, text: CalibrationT
         "fallback": settings.fallback,
         "lut_rows": settings.lut_rows,
         "page_words": settings.page_words,
+        "refine": settings.refine,
         "calibration": None if text is None else [CALIBRATION, text.facts()],
         "extra": {name: hashlib.sha256(data).hexdigest() for name, data in extra.items()},
     }

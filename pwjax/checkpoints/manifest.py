@@ -22,7 +22,7 @@ PAGES = "pages"
 LAYOUT = {
     "byte_order": "little",
     "planes": "uint32 rows, plane 0 is the code's most significant bit; bit c (LSB = 0) of word w is column 32*w+c",
-    "lut": "per group float16 row scales padded to a word, then 2^b float16 centroids ascending",
+    "lut": "per group float16 row scales padded to a word, then 2^b float16 centroids, any order",
     "weight": "scale[row] * lut[group][code >> (parent - b)], float32",
     "fallback": "bfloat16 rows, column 2i in the low half of word i",
     "block": "planes, then the LUT of each width ascending, then the 16-bit rows; every part starts a page",

@@ -15,13 +15,14 @@ from pwjax.errors import ArtifactError
 def write_tables(path: str | os.PathLike, tables: Mapping[str, np.ndarray], summary: Mapping) -> None:
     """Replace the tables and the calibration summary of the artifact at ``path``; the manifest's hashes follow.
 
-    Of the old summary only what concerns the codes stays (``lut_choice``, ``report``). Both files are written whole
-    beside their places before either is renamed. ArtifactError where they cannot be written.
+    Of the old summary only what concerns the codes stays (``quantizer``, ``lut_choice``, ``report``). Both files are
+    written whole beside their places before either is renamed. ArtifactError where they cannot be written.
     """
     path = Path(path)
     manifest, _, _ = manifests.read(path)
     data = safetensors_bytes(dict(tables))
-    kept = {name: manifest["calibration"][name] for name in ("lut_choice", "report") if name in manifest["calibration"]}
+    old = manifest["calibration"]
+    kept = {name: old[name] for name in ("quantizer", "lut_choice", "report") if name in old}
     manifest["calibration"] = {**summary, **kept}
     manifest["files"][manifests.TABLES] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     contents = {manifests.TABLES: data, manifests.NAME: manifests.dumps(manifest)}

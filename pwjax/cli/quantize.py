@@ -39,6 +39,10 @@ INTERRUPTED = "interrupted; what is finished is kept, and the same command goes 
               help="Seed of the tokens that calibration draws. Default: 0.")
 @click.option("--lut-rows", default="auto", show_default=True, metavar="auto|N",
               help="Output rows that share a table; auto takes the least error at equal pages.")
+@click.option("--refine/--no-refine", default=None,
+              help="Fit the tables to the text's inputs by least squares, which lowers the loss at no cost in bytes. "
+                   "Default: with --calibration, where N K^2 summed over all matrices of N rows and K columns is at "
+                   "most 1e11 (some minutes).")
 @click.option("--no-16bit", "fallback", flag_value=False, default=True,
               help="Leave out the original rows, two bytes a weight: less disk, but no 16 bits.")
 @click.option("--jobs", "-j", type=click.IntRange(min=1), metavar="N",
@@ -75,7 +79,8 @@ def command(
     A run that was stopped goes on at the last finished layer when the same command is given again. OUT appears when
     it is whole; until then the work is in OUT.partial.
     """
-    given = {"--weight": weights, "--tokens": tokens, "--sequence-length": sequence_length, "--seed": seed}
+    given = {"--weight": weights, "--tokens": tokens, "--sequence-length": sequence_length, "--seed": seed,
+             "--refine": settings["refine"] or None}
     useless = [name for name, value in given.items() if value not in (None, ())]
     if not calibration and useless:
         raise UsageError(f"{useless[0]} is about the calibration text: give --calibration TEXT_FILE as well")
@@ -195,6 +200,7 @@ def summarize(out: Path) -> dict[str, Any]:
         "windows": calibration["windows"],
         "window_tokens": calibration.get("window_tokens"),
         "mean_loss": calibration.get("mean_loss"),
+        "quantizer": calibration.get("quantizer"),
         "damage": calibration["damage"],
         "super_additivity": calibration.get("super_additivity"),
         "few_tokens": calibration.get("few_tokens", []),

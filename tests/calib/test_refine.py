@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from calib.anyprecision import dequantize, quantize_block
-from calib.refine import refine_block
+from calib.refine import refine_block, shrunk
 
 WIDTHS = (2, 3, 4)
 
@@ -45,5 +45,11 @@ def test_bad_moments_are_refused_in_a_sentence():
     for moment, words in ((np.eye(7), "do not belong"), (np.full((8, 8), np.nan), "finite")):
         with pytest.raises(ValueError, match=words):
             refine_block(block, weight, moment)
-    with pytest.raises(ValueError, match="float16"):
-        refine_block(block, weight * np.float32(1e6), np.eye(8))
+    kept = refine_block(block, weight * np.float32(1e6), np.eye(8))  # its best table is beyond float16
+    assert all(np.array_equal(kept.luts[b], block.luts[b]) for b in (2, 3))
+
+
+def test_correlations_of_few_tokens_shrink_and_squares_stay():
+    moment = np.array([[4.0, 2.0], [2.0, 1.0]])
+    assert shrunk(moment, 32).tolist() == [[4.0, 1.0], [1.0, 1.0]]
+    assert shrunk(moment, 10**9)[0, 1] == pytest.approx(2.0)

@@ -1,10 +1,11 @@
 """Damage by squared gradients, and what an expert without any is taken to be worth."""
 
 import numpy as np
+import pytest
 
 from calib import report
 from calib.anyprecision import quantize_block, weighted_error
-from calib.sensitivity import paper_damage, unrouted_importance
+from calib.sensitivity import column_weights, paper_damage, unrouted_importance
 
 
 def test_unrouted_experts_get_the_least_importance():
@@ -26,3 +27,11 @@ def test_report_table():
     assert rows[0] == {"layer": 3, "matrix": "gate_up", "relative_error": {"2": 0.25, "3": 0.125}}
     text = report.table(rows)
     assert "2 bits" in text and "2.500e-01" in text and len(text.splitlines()) == 4 and report.table([]) == ""
+
+
+def test_columns_count_what_their_inputs_carry_and_rare_experts_the_mean():
+    moments, tokens = np.array([[3200.0, 0.0], [0.0, 3200.0], [0.0, 0.0]]), np.array([1600, 1600, 0])
+    weights = column_weights(moments, tokens)
+    assert weights[0, 0] == pytest.approx(2.0, rel=0.02) and 0 < weights[0, 1] < 0.03
+    assert weights[2].tolist() == [1.0, 1.0]
+    assert column_weights(0 * moments, tokens).tolist() == [[1.0, 1.0]] * 3

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from calib.blocks import importance, measure
+from calib.blocks import importance, measure, second_moments
 from calib.model import Trace
 from calib.stream import Stream
 
@@ -97,6 +97,7 @@ def run(toy, folder, monkeypatch, stop=None):
             point = tuple(map(rough, exact))
             widths = tuple(np.stack([w * 0, w * 0.9, rough(w)]) for w in exact)
             squares = importance(toy, trace, expert, *exact)
+            kept["moments", trace.layer, expert] = second_moments(toy, trace, expert, exact[0])
             gradients = [(r.gradients[r.used], r.gates[r.used], r.inputs[r.used]) for r in trace.rows(expert)]
             kept[trace.layer, expert] = squares, measure(toy, trace, expert, exact, point, widths), gradients
         kept[trace.layer] = trace.fisher
@@ -122,6 +123,17 @@ def test_importance_is_the_squared_gradient_of_each_window(result, truth):
             for expert in range(E):
                 got = result[1][layer, expert][0][matrix]
                 np.testing.assert_allclose(got, want[expert], rtol=2e-4, atol=1e-7)
+
+
+def test_second_moments_are_those_of_gated_inputs(result):
+    for layer in range(L):
+        for expert in range(E):
+            squares, _, pieces = result[1][layer, expert]
+            gated = np.concatenate([gates[:, None] * inputs for _, gates, inputs in pieces])
+            moments = result[1]["moments", layer, expert]
+            np.testing.assert_allclose(moments[0], gated.T @ gated / len(gated), rtol=1e-4, atol=1e-6)
+            for moment, sums in zip(moments, squares.moments, strict=True):
+                np.testing.assert_allclose(np.diagonal(moment), sums / len(gated), rtol=1e-4)
 
 
 def test_fisher_is_the_mean_square_of_the_gradient_at_the_experts(result, truth):

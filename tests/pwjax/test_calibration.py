@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from calib.anyprecision import dequantize, quantize_block
 from pwjax.calibration import calibrate
 from pwjax.checkpoints.artifact import Artifact
 from pwjax.checkpoints.manifest import TABLES
@@ -20,6 +21,7 @@ CONFIG = ModelConfig(
     num_experts=4, top_k=2, expert_size=8, shared_size=0, norm_topk_prob=True, rms_eps=1e-6, rope_theta=1e4,
     max_positions=32, tie_embeddings=True, qkv_bias=False, bos_token_id=0,
 )  # fmt: skip
+LONG = {"text": np.random.default_rng(3).integers(0, 30, 300), "tokens": 256, "sequence_length": 16}
 TEXT = {"text": np.random.default_rng(1).integers(0, 30, 70), "tokens": 32, "sequence_length": 16}
 
 
@@ -56,6 +58,36 @@ def test_tables_are_finite_and_rare_experts_are_named(made):
     assert table.floors[6:8].tolist() == [4, 4] and "layer 0 expert 3 down" in facts["floors"]["4"]
     np.testing.assert_allclose(table.routing_rate.sum(1), CONFIG.top_k)
     assert facts["super_additivity"] > 0 and facts["points"] == [6, 4]
+
+
+@pytest.fixture
+def small_batches(monkeypatch):
+    """Batches of the size that ``made`` has, whose programs are there."""
+    monkeypatch.setattr("calib.stream.BATCH_TOKENS", 64)
+
+
+def test_codes_and_refined_tables_follow_the_inputs_the_same_way_every_time(tmp_path, params, small_batches):
+    plain = quantize(params, CONFIG, tmp_path / "plain.pw", **LONG, refine=False)
+    artifact = Artifact.open(plain)
+    moments = load_file(plain / TABLES)["moments/gate_up"]
+    coded, exact = (artifact.expert_params(b)["gate_up"].astype(np.float64) for b in (2, 16))
+    rows = artifact.geometry.shape(0).lut_rows
+    uniform = [dequantize(quantize_block(w, None, (2, 3), rows), 2) for w in exact.reshape(-1, *exact.shape[2:])]
+    loss = lambda got: float((moments[:, :, None] * (exact - np.reshape(got, exact.shape)) ** 2).sum())  # noqa: E731
+    assert loss(coded) < 0.97 * loss(uniform)
+    facts = artifact.manifest["calibration"]["quantizer"]
+    assert facts["weights"].startswith("mean gate^2") and facts["refined_blocks"] == 0
+
+    refined = [quantize(params, CONFIG, tmp_path / f"{jobs}.pw", **LONG, jobs=jobs) for jobs in (1, 2)]
+    assert contents(refined[0]) == contents(refined[1])
+    made = Artifact.open(refined[0])
+    many = load_file(plain / TABLES)["tokens"].reshape(-1).repeat(2) >= 64
+    assert 0 < made.manifest["calibration"]["quantizer"]["refined_blocks"] < 16 and many.any()
+    for level in range(3):
+        loss = [each.table("output").expected[many, level].sum() for each in (made, artifact)]
+        assert loss[0] < loss[1]
+    with pytest.raises(UsageError, match="give text as well"):
+        quantize(params, CONFIG, tmp_path / "none.pw", refine=True)
 
 
 def test_an_artifact_is_calibrated_anew_to_the_same_tables(made, tmp_path):
