@@ -148,8 +148,8 @@ def control(log: Path, args: argparse.Namespace) -> dict:
 
 
 def options(args: argparse.Namespace) -> dict:
-    """What both arms are loaded with; the policy moves nothing by itself."""
-    return {"batch": args.batch, "context": args.context, "policy": "static"}
+    """What both arms are loaded with; nothing moves but what is asked for by hand."""
+    return {"batch": args.batch, "context": args.context, "bits": args.bits}
 
 
 def interval(values: list[float]) -> list[float]:
@@ -167,6 +167,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--budget", default=None, help="memory budget; default: enough for everything")
+    parser.add_argument("--bits", type=int, default=5, help="where all blocks start, below the widest")
     parser.add_argument("--every", type=int, default=4, help="boundaries between two plans")
     parser.add_argument("--blocks", type=int, default=4, help="blocks that a plan moves down, and as many up")
     parser.add_argument("--out", type=Path, default=Path("runs/movement_cost.json"))

@@ -174,7 +174,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--longest", type=int, default=1024, help="tokens of the longest request")
-    parser.add_argument("--budget", type=float, default=0.35, help="0: the smallest that works, 1: the largest of use")
+    parser.add_argument("--budget", type=float, default=0.15, help="0: the smallest that works, 1: the largest of use")
     parser.add_argument("--faults", type=float, default=0.02, help="share of page reads that go wrong")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, help="epoch log; default: beside --out")
