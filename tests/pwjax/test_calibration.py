@@ -113,10 +113,10 @@ def test_an_artifact_is_calibrated_anew_to_the_same_tables(made, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_at_any_layer_it_goes_on_to_the_same_bytes(made, tmp_path, params):
+def test_killed_at_any_layer_it_goes_on_to_the_same_bytes(tmp_path, params, small_batches):
     steps = []
-    quantize(params, CONFIG, tmp_path / "count.pw", **TEXT, progress=lambda *step: steps.append(step))
-    assert contents(tmp_path / "count.pw") == contents(made)
+    made = quantize(params, CONFIG, tmp_path / "count.pw", **LONG, progress=lambda *step: steps.append(step))
+    assert Artifact.open(made).manifest["calibration"]["quantizer"]["refined_blocks"]
     rng = np.random.default_rng(2)
     for at in sorted(rng.choice(len(steps), 8, replace=False)):
         left = [int(at)]
@@ -128,8 +128,8 @@ def test_killed_at_any_layer_it_goes_on_to_the_same_bytes(made, tmp_path, params
 
         out = tmp_path / f"{at}.pw"
         with pytest.raises(KeyboardInterrupt):
-            quantize(params, CONFIG, out, **TEXT, progress=kill)
-        quantize(params, CONFIG, out, **TEXT)
+            quantize(params, CONFIG, out, **LONG, progress=kill)
+        quantize(params, CONFIG, out, **LONG)
         assert contents(out) == contents(made), steps[at]
 
 
