@@ -59,7 +59,7 @@ class Stream:
 
     def __post_init__(self):
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.batch = max(1, min(BATCH_TOKENS // self.windows.shape[1], len(self.windows)))
+        self.batch = batch_windows(*self.windows.shape)
 
     def forward(self) -> Routing:
         """Run all windows up to the last layer and return their routing; layers that are there are not run again."""
@@ -200,6 +200,11 @@ class Stream:
 
     def _gradient_path(self, layer: int) -> Path:
         return self.folder / f"gradient_{layer:03d}.bin"
+
+
+def batch_windows(windows: int, length: int) -> int:
+    """Windows of ``length`` tokens that run at once, of ``windows`` in all."""
+    return max(1, min(BATCH_TOKENS // length, windows))
 
 
 def spill_bytes(windows: int, chosen: int, length: int, hidden: int, layers: int) -> int:

@@ -14,7 +14,7 @@ tokens themselves.
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,11 +86,9 @@ class Calibration:
         chosen = choose(self.text.windows, routing.count)
         _save(folder / "routing.npz", chosen=chosen, **routing._asdict())
         for trace in self._backward(stream, chosen):
-            layers = self._experts(trace.layer)
             tokens = np.bincount(trace.experts.reshape(-1), minlength=self.config.num_experts)
             found: dict[str, list] = {"means": [], "gate_up": [], "down": [], "paper": []}
-            for expert in range(self.config.num_experts):
-                exact = tuple(np.asarray(weights[expert], np.float32) for weights in layers)
+            for expert, exact in self._experts(trace.layer):
                 squares = importance(stream.model.functions, trace, expert, *exact)
                 found["means"].append([float(h.mean(dtype=np.float64)) for h in squares[:2]])
                 for name, moments in zip(NAMES, squares.moments, strict=True):
@@ -117,17 +115,12 @@ class Calibration:
         windows = self.text.windows.tokens[self.chosen]
         stream = self._stream(experts.at(self.source, bits), windows, folder / "stream", f"{bits} bits")
         stream.forward()
-        widths = experts.geometry.widths
+        see = None if observe is None else lambda *seen: observe(bits, *seen)
         for trace in self._backward(stream, np.arange(len(windows))):
-            layers = self._experts(trace.layer)
-            found = []
-            for expert in range(self.config.num_experts):
-                exact = tuple(np.asarray(weights[expert], np.float32) for weights in layers)
-                blocks = [experts.block(trace.layer, expert, matrix) for matrix in (0, 1)]
-                ladder = tuple(np.stack([dequantize(block, b) for b in widths]) for block in blocks)
-                point = tuple(weights[widths.index(bits)] for weights in ladder)
-                see = None if observe is None else lambda *seen: observe(bits, *seen)
-                found.append(measure(stream.model.functions, trace, expert, exact, point, ladder, see))
+            found = [
+                measure(stream.model.functions, trace, expert, exact, *_ladder(experts, trace.layer, expert, bits), see)
+                for expert, exact in self._experts(trace.layer)
+            ]
             merged = Measured(*map(np.stack, zip(*found, strict=True)))
             _save(folder / f"layer_{trace.layer:03d}.npz", **merged._asdict())
         _finish(folder)
@@ -226,9 +219,14 @@ class Calibration:
         }
         return Calibrated(tables, summary, sequences)
 
-    def _experts(self, layer: int) -> list[np.ndarray]:
-        """Both matrices of a layer's experts, bfloat16[E, out, in] as the artifact keeps them."""
-        return [bf16(self.source.flat[name][layer]) for name in EXPERTS]
+    def _experts(self, layer: int) -> Iterator[tuple[int, Pair]]:
+        """Number and both matrices float32[out, in] of each expert, of bfloat16 as the artifact keeps them.
+
+        Read again for the experts, when the layer has left the device: never both.
+        """
+        weights = [bf16(self.source.flat[name][layer]) for name in EXPERTS]
+        for expert in range(self.config.num_experts):
+            yield expert, (weights[0][expert].astype(np.float32), weights[1][expert].astype(np.float32))
 
     def _stream(self, source: ParamSource, windows: np.ndarray, folder: Path, name: str) -> Stream:
         told = lambda stage, done, total: self.progress(f"calibrating at {name}, {stage}", done, total)  # noqa: E731
@@ -312,6 +310,19 @@ def _fill_unrouted(calibration: Calibration, experts: CodedExperts) -> np.ndarra
         block = experts.block(layer, expert, matrix)
         table[layer, expert, matrix] = least * paper_damage(exact, None, block, experts.geometry.widths)
     return table.reshape(-1, table.shape[-1])
+
+
+def _ladder(experts: CodedExperts, layer: int, expert: int, bits: int) -> tuple[Pair, Pair]:
+    """Both matrices of an expert at ``bits``, and at every width along a leading axis."""
+    widths = experts.geometry.widths
+    ladder = []
+    for matrix in (0, 1):
+        block, shape = experts.block(layer, expert, matrix), experts.geometry.shape(matrix)
+        ladder.append(np.empty((len(widths), shape.rows, shape.cols), np.float32))
+        for row, b in zip(ladder[-1], widths, strict=True):
+            row[:] = dequantize(block, b)
+    at = widths.index(bits)
+    return (ladder[0][at], ladder[1][at]), (ladder[0], ladder[1])
 
 
 def _with_16(table: np.ndarray, fallback: bool) -> np.ndarray:

@@ -96,7 +96,9 @@ class StreamedDecoder:
 
     def layer(self, layer: int) -> dict:
         """Parameters of a layer on the device, as bits of bfloat16."""
-        flat = {name.removeprefix("layers/"): _bits(value) for name, value in self._source.layer(layer).items()}
+        # One by one: beside what is on the device, one of them is in host memory.
+        names = self._source.names(layer)
+        flat = {name.removeprefix("layers/"): _bits(self._source.read(name, layer)) for name in names}
         return {"attn" if name.startswith("attn") else name: tree for name, tree in unflatten(flat).items()}
 
     def head(self) -> dict:
@@ -153,4 +155,5 @@ class CodedExperts:
 
 
 def _bits(value: np.ndarray) -> jax.Array:
-    return jnp.asarray(value.view(np.uint16))
+    """Bits of bfloat16 on the device; the copy is over, so that ``value`` can go."""
+    return jax.block_until_ready(jnp.asarray(value.view(np.uint16)))

@@ -21,17 +21,17 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-LAYERS, ALL_LAYERS = 2, 24
+LAYERS, ALL_LAYERS, ALL_EXPERTS = 2, 24, 60
 
 
-def make_config():
+def make_config(experts: int = ALL_EXPERTS):
     """Qwen1.5-MoE-A2.7B with two layers and a small vocabulary: the layers are what is measured."""
     from pwjax.config import ModelConfig
 
     return ModelConfig(
-        model_type="qwen2_moe", vocab_size=4096, hidden_size=2048, num_layers=LAYERS, num_heads=16, num_kv_heads=16,
-        head_dim=128, num_experts=60, top_k=4, expert_size=1408, shared_size=5632, norm_topk_prob=False, rms_eps=1e-6,
-        rope_theta=1e6, max_positions=8192, tie_embeddings=True, qkv_bias=True,
+        model_type="qwen2_moe", vocab_size=4096, hidden_size=2048, num_layers=LAYERS, num_heads=16,
+        num_kv_heads=16, head_dim=128, num_experts=experts, top_k=4, expert_size=1408, shared_size=5632,
+        norm_topk_prob=False, rms_eps=1e-6, rope_theta=1e6, max_positions=8192, tie_embeddings=True, qkv_bias=True,
     )  # fmt: skip
 
 
@@ -56,15 +56,15 @@ class Rounded:
         self.luts = {b: np.tile(v.astype(np.float16), (len(weight) // 32, 1)) for b, v in ladder.items()}
 
 
-def make(folder: Path) -> None:
+def make(folder: Path, experts: int) -> None:
     """Write the pages of all layers; runs in a process of its own."""
     from pallas_kernels.bitplanes import block_pages
     from pwjax.checkpoints import manifest as manifests
     from pwjax.checkpoints.writer import ArtifactWriter
 
-    config = make_config()
+    config = make_config(experts)
     geometry = geometry_of(config)
-    with ArtifactWriter(folder / "model.pw", config, "synthetic") as writer:
+    with ArtifactWriter(folder / "model.pw", config, f"synthetic, {experts} experts") as writer:
         writer.begin(geometry)
         for layer in range(LAYERS):
             with writer.layer(layer) as file:
@@ -87,7 +87,7 @@ def expert_weight(shape: tuple[int, int], layer: int, expert: int, matrix: int) 
     return draw("expert", shape, 1 + (layer * 1000 + expert) * 2 + matrix)
 
 
-def calibrate(folder: Path, tokens: int, length: int, pipe) -> None:
+def calibrate(folder: Path, count: int, tokens: int, length: int, pipe) -> None:
     """The three passes, timed layer by layer; runs in a process of its own."""
     from pwjax.calibration import Calibration, operating_points
     from pwjax.calibration_needs import memory_bytes
@@ -97,7 +97,7 @@ def calibrate(folder: Path, tokens: int, length: int, pipe) -> None:
     from pwjax.checkpoints.tree import EXPERTS, param_shapes
     from pwjax.streamed import CodedExperts
 
-    config = make_config()
+    config = make_config(count)
     geometry = geometry_of(config)
     pages = folder / "model.pw.partial" / "artifact" / "pages"
     experts = CodedExperts(pages, geometry, config)
@@ -117,10 +117,12 @@ def calibrate(folder: Path, tokens: int, length: int, pipe) -> None:
         flat[name] = (
             LayerStack(shape, originals(EXPERTS.index(name))) if name in EXPERTS else draw(name, shape, 10**6 + number)
         )
-    marks, start = {}, time.perf_counter()
+    held = sum(value.nbytes for value in flat.values() if isinstance(value, np.ndarray))
+    peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # noqa: E731
+    marks, peaks, start = {}, {"before": peak()}, time.perf_counter()
 
     def progress(stage, done, total):
-        marks[stage] = round(time.perf_counter() - start, 1)
+        marks[stage], peaks[stage] = round(time.perf_counter() - start, 1), peak()
 
     text = calibration_text(np.random.default_rng(0).integers(0, config.vocab_size, 4 * tokens), config,
                             tokens=tokens, sequence_length=length)  # fmt: skip
@@ -132,7 +134,6 @@ def calibrate(folder: Path, tokens: int, length: int, pipe) -> None:
         begin = time.perf_counter()
         calibration.run_point(bits, experts)
         seconds[str(bits)] = time.perf_counter() - begin
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     pipe.send(
         {
             "used_tokens": text.count * length,
@@ -141,8 +142,10 @@ def calibrate(folder: Path, tokens: int, length: int, pipe) -> None:
             "marks_seconds": marks,
             "seconds_per_layer": round(sum(seconds.values()) / LAYERS, 1),
             "seconds_24_layers": round(sum(seconds.values()) / LAYERS * ALL_LAYERS, 1),
-            "peak_rss_bytes": peak,
-            "ceiling_bytes": memory_bytes(config, geometry.widths, length),
+            "peak_rss_bytes_until": peaks,
+            "peak_rss_bytes": peak(),
+            "held_bytes": held,
+            "stated_bytes": memory_bytes(config, geometry.widths, *text.windows.tokens.shape),
         }
     )
 
@@ -151,6 +154,7 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--experts", type=int, default=ALL_EXPERTS)
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--folder", type=Path, default=Path("runs/calibration_scale"))
     parser.add_argument("--out", type=Path, required=True)
@@ -161,7 +165,7 @@ def main() -> None:
     spawn = multiprocessing.get_context("spawn")
     for target, extra in ((make, ()), (calibrate, (given.tokens, given.sequence_length))):
         receive, send = spawn.Pipe(duplex=False)
-        args = (given.folder, *extra) if target is make else (given.folder, *extra, send)
+        args = (given.folder, given.experts, *extra) if target is make else (given.folder, given.experts, *extra, send)
         child = spawn.Process(target=target, args=args)
         child.start()
         send.close()
@@ -172,7 +176,7 @@ def main() -> None:
     assert found is not None
     result = {
         "command": "python " + " ".join(sys.argv),
-        "model": "2 layers of Qwen1.5-MoE-A2.7B shapes, random weights, vocabulary of 4,096",
+        "model": f"2 layers of Qwen1.5-MoE-A2.7B shapes with {given.experts} of 60 experts, vocabulary of 4,096",
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
         **found,

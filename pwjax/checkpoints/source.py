@@ -25,11 +25,15 @@ class ParamSource:
 
     def layer(self, layer: int) -> dict[str, np.ndarray]:
         """Every parameter of one layer: flat name, ``layers/`` included, to its array without the layers' axis."""
-        return {
-            name: self._cast(value[stack_layers(self.config, name).index(layer)])
-            for name, value in self.flat.items()
-            if name.startswith("layers/") and layer in stack_layers(self.config, name)
-        }
+        return {name: self.read(name, layer) for name in self.names(layer)}
+
+    def names(self, layer: int) -> list[str]:
+        """Flat names of the parameters of one layer."""
+        return [n for n in self.flat if n.startswith("layers/") and layer in stack_layers(self.config, n)]
+
+    def read(self, name: str, layer: int) -> np.ndarray:
+        """One parameter of one layer."""
+        return self._cast(self.flat[name][stack_layers(self.config, name).index(layer)])
 
     def outer(self) -> dict[str, np.ndarray]:
         """What lies outside of the layers: embedding, last norm, head."""

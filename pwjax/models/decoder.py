@@ -211,6 +211,11 @@ def _group(leaves: dict) -> Callable:
     return init
 
 
+def head_parts(vocab: int) -> int:
+    """Equal parts in which a head of ``vocab`` rows is converted: few, or one where no number divides it."""
+    return next((n for n in range(HEAD_PARTS, 2 * HEAD_PARTS) if vocab % n == 0), 1)
+
+
 @jax.named_scope("head")
 def logits(config: ModelConfig, params: dict, hidden: jax.Array) -> jax.Array:
     """Head of the model: float32[..., V] from final-norm ``hidden`` [..., H]."""
@@ -220,8 +225,10 @@ def logits(config: ModelConfig, params: dict, hidden: jax.Array) -> jax.Array:
     else:
         # In parts: a float32 copy of a large vocabulary's head would be the largest temporary of a step.
         vocab = kernel.shape[0]
-        parts = next((n for n in range(HEAD_PARTS, 2 * HEAD_PARTS) if vocab % n == 0), 1)
-        scores = lax.map(lambda rows: linear(hidden, rows), kernel.reshape(parts, vocab // parts, -1))
+        parts = head_parts(vocab)
+        # A derivative widens them again, or it would keep them all.
+        part = jax.checkpoint(lambda rows: linear(hidden, rows))
+        scores = lax.map(part, kernel.reshape(parts, vocab // parts, -1))
         scores = jnp.moveaxis(scores, 0, -2).reshape(*hidden.shape[:-1], vocab)
     return scores if config.softcap is None else config.softcap * jnp.tanh(scores / config.softcap)
 
