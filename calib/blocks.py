@@ -56,13 +56,14 @@ def importance(
 
 
 def piece_errors(
-    functions: Functions, rows: Rows, fisher: np.ndarray, exact: tuple, point: tuple, widths: tuple
+    functions: Functions, rows: Rows, fisher: np.ndarray, exact: tuple, point: tuple, widths: tuple, energy: tuple
 ) -> PieceErrors:
     """Damage of each matrix at each width on ``rows``, the other matrix being that of the operating point.
 
-    ``exact`` and ``point`` are ``(gate_up, down)``, ``widths`` the same with a leading axis B.
+    ``exact`` and ``point`` are ``(gate_up, down)``, ``widths`` the same with a leading axis B, ``energy`` theirs of
+    :func:`column_energy`.
     """
-    damage, moments, inner = _errors(functions, rows, jnp.asarray(fisher, jnp.float32), exact, point, widths)
+    damage, moments, inner = _errors(functions, rows, jnp.asarray(fisher, jnp.float32), exact, point, widths, energy)
     by_row = lambda a: np.asarray(a, np.float64).reshape(*a.shape[:-1], *rows.used.shape)  # noqa: E731
     return PieceErrors(by_row(damage), by_row(moments), np.asarray(inner).reshape(*rows.used.shape, -1))
 
@@ -73,7 +74,8 @@ class Measured(NamedTuple):
     ``tokens`` int64[]; ``total`` and ``square`` float64[2 forms, 2 matrices, B] of the damage and of its square;
     ``counts`` int64[n] tokens of a sequence, ``by_sequence`` float64[n, 2 forms, 2 matrices, B] of the damage,
     ``moments`` float64[n, 2 matrices, B] of :class:`PieceErrors`; ``norms`` float64[n, 2 matrices, 4] of what a matrix
-    reads: gates, gates times norms, gates times squared norms, and the largest norm.
+    reads: gates, gates times norms, gates times squared norms, and the largest norm. ``energy_gate_up`` float32[B, H]
+    and ``energy_down`` float32[B, I]: :func:`column_energy`.
     """
 
     tokens: np.ndarray
@@ -83,6 +85,8 @@ class Measured(NamedTuple):
     by_sequence: np.ndarray
     moments: np.ndarray
     norms: np.ndarray
+    energy_gate_up: np.ndarray
+    energy_down: np.ndarray
 
 
 def measure(
@@ -103,8 +107,9 @@ def measure(
     exact, point, widths = jax.tree.map(jnp.asarray, (exact, point, widths))
     square, by_sequence, counts = np.zeros(shape), np.zeros((sequences, *shape)), np.zeros(sequences, np.int64)
     moments, norms = np.zeros((sequences, *shape[1:])), np.zeros((sequences, 2, 4))
+    energy = column_energy(jnp.asarray(trace.fisher, jnp.float32), exact, widths)
     for rows in trace.rows(expert):
-        errors = piece_errors(functions, rows, trace.fisher, exact, point, widths)
+        errors = piece_errors(functions, rows, trace.fisher, exact, point, widths, energy)
         values = errors.damage.transpose(3, 2, 0, 1, 4)  # [C, forms, matrices, B, m]
         square += np.square(values).sum((0, 4))
         filled = rows.sequence >= 0
@@ -118,7 +123,9 @@ def measure(
             np.maximum.at(norms[:, matrix, 3], rows.sequence[filled], norm.max(1)[filled])
         if observe is not None:
             observe(trace.layer, expert, rows, errors)
-    return Measured(counts.sum(), by_sequence.sum(0), square, counts, by_sequence, moments, norms)
+    return Measured(
+        counts.sum(), by_sequence.sum(0), square, counts, by_sequence, moments, norms, *map(np.asarray, energy)
+    )
 
 
 def second_moments(
@@ -135,6 +142,7 @@ def second_moments(
     return gate, down
 
 
+@jax.jit
 def column_energy(fisher: jax.Array, exact: tuple, widths: tuple) -> tuple[jax.Array, jax.Array]:
     """Error ``sum_rows r (W - W_b)^2`` that each input column carries to the layer's output: (float32[B, H], [B, I]).
 
@@ -178,7 +186,7 @@ def _second_moments(functions: Functions, state, gate_up, inputs, gates):
 
 
 @partial(jax.jit, static_argnums=0)
-def _errors(functions: Functions, rows: Rows, fisher, exact, point, widths):
+def _errors(functions: Functions, rows: Rows, fisher, exact, point, widths, energy):
     """Damage float32[2 matrices, B, 2 forms, R] and moments [2, B, R] of each row, and the exact input of ``down``
     [R, I]."""
     inner = functions.inner
@@ -192,6 +200,6 @@ def _errors(functions: Functions, rows: Rows, fisher, exact, point, widths):
 
     gate_up = lax.map(lambda w: damage((inner(x, w) - exact_inner) @ point[1].T), widths[0])
     down = lax.map(lambda w: damage(point_inner @ (w - exact[1]).T), widths[1])
-    reads = zip(column_energy(fisher, exact, widths), (x, exact_inner), strict=True)
-    moments = jnp.stack([0.5 * energy @ ((gate * read) ** 2).T for energy, read in reads])
+    reads = zip(energy, (x, exact_inner), strict=True)
+    moments = jnp.stack([0.5 * own @ ((gate * read) ** 2).T for own, read in reads])
     return jnp.stack([gate_up, down]), moments, exact_inner

@@ -135,7 +135,7 @@ def _residual(residual: Mapping[str, Any]) -> str:
         verdict = found["verdict"]
         change = f"{number(verdict['change'])} {interval(verdict['change_95'])}"
         rows.append([form, number(verdict["off"]), number(verdict["on"]), change, "on" if found["used"] else "off"])
-    parts.append(table(["form", "error off", "error on", "change", "default"], rows))
+    parts.append(table(["form", "error off", "error on", "change", "in force"], rows))
     for form, found in residual["forms"].items():
         heads = [[h["matrix"], h["transition"], number(h["r2"]), number(h["confidence"])] for h in found["heads"]]
         parts.append(f"### Heads of {form}\n\n" + table(["matrix", "bits", "held-out R²", "confidence"], heads))

@@ -27,8 +27,12 @@ from calib.blocks import FORMS, Measured
 
 # Fewer routed tokens say nothing about a sequence.
 LEAST_TOKENS = 8
+# Fewer sequences that a form was not fitted to prove nothing.
+LEAST_SEQUENCES = 5
 RIDGE = 1e-3
 CLIP = (0.02, 0.98)
+# Forms whose features the engine takes from a prompt.
+ENGINE_FORMS = ("paper", "moments")
 
 
 class Samples(NamedTuple):
@@ -127,7 +131,8 @@ def judge(samples: Samples, eta: np.ndarray, fitted: np.ndarray, seed: int = 0) 
 
     Error of a sequence: ``sum |predicted - measured| / sum measured`` over blocks and transitions, where predicted is
     the average damage a routed token, times its tokens, times eta (``on``) or 1 (``off``). ``change`` is on minus off,
-    paired, with a 95 % bootstrap interval over sequences; ``helps`` where that is below 0.
+    paired, with a 95 % bootstrap interval over sequences; ``helps`` where that is below 0 and there are
+    LEAST_SEQUENCES or more.
     """
     _, known = _targets(samples, fitted)
     count = samples.tokens[..., None, None] * known
@@ -145,7 +150,7 @@ def judge(samples: Samples, eta: np.ndarray, fitted: np.ndarray, seed: int = 0) 
         "on": float(on.mean()),
         "change": float((on - off).mean()),
         "change_95": [low, high],
-        "helps": bool(high < 0),
+        "helps": bool(high < 0) and on.size >= LEAST_SEQUENCES,
     }
 
 
@@ -164,9 +169,10 @@ def residual(
     """Fit and judge all forms: arrays for the tables, and the ``residual`` part of a report, JSON-ready.
 
     ``measured`` has leading axes [L, E], ``sources`` int[n] the text of each sequence, ``widths`` of the tables, 16
-    included where there is a fallback; ``form`` of damage. The arrays are those of ``planner.ResidualHeads``, and none
-    where the ``paper`` form does not lower the error of sequences that it was not fitted to: the residual is then off.
-    ``gate`` and ``moments`` are judged only: the planner has no heads for them.
+    included where there is a fallback; ``form`` of damage. The arrays are those of ``planner.ResidualHeads``: for
+    ``paper``, and under ``moments/`` for ``moments`` with its reference. Of a form that does not lower the error of
+    sequences that it was not fitted to there are none, nor of ``moments`` where ``paper`` lowers it more. ``best`` of
+    the report is the form that lowers it most, None: neither, the residual is off. ``gate`` is judged only.
     """
     samples, fitted = Samples.of(measured, form, widths[-1] == 16), split(sources, seed)
     features = {
@@ -176,16 +182,21 @@ def residual(
     }
     heads = {name: fit_heads(feature, samples, fitted) for name, feature in features.items()}
     verdicts = {name: judge(samples, heads[name].factor(features[name]), fitted, seed) for name in features}
-    on = verdicts["paper"]["helps"]
-    arrays = heads["paper"]._asdict()
+    helping = [name for name in ENGINE_FORMS if verdicts[name]["helps"]]
+    best = min(helping, key=lambda name: verdicts[name]["on"], default=None)
+    arrays = _arrays("residual", heads["paper"]) if "paper" in helping else {}
+    if best == "moments":
+        arrays |= _arrays("residual/moments", heads["moments"])
+        arrays |= {f"residual/moments/{k}": v for k, v in moments_reference(samples, measured, fitted).items()}
     found = {
         "fitted": int(fitted.sum()),
         "held_out": int((~fitted).sum()),
         "damage": form,
+        "best": best,
         "forms": {
             name: {
                 "verdict": verdicts[name],
-                "used": name == "paper" and on,
+                "used": name == best,
                 "heads": [
                     {
                         "matrix": ("gate_up", "down")[matrix],
@@ -199,20 +210,43 @@ def residual(
             }
             for name in features
         },
-        "notes": _notes(verdicts),
+        "notes": _notes(verdicts, best),
     }
-    kept = ("weights", "confidence", "low", "high")
-    return ({f"residual/{name}": arrays[name] for name in kept} if on else {}), found
+    return arrays, found
 
 
-def _notes(verdicts: dict) -> list[str]:
+def moments_reference(samples: Samples, measured: Measured, fitted: np.ndarray) -> dict[str, np.ndarray]:
+    """What :func:`moments_feature` of other sequences is computed from; see ``planner.MomentsReference``.
+
+    ``energy_gate_up`` float16[L, E, B-1, H], ``energy_down`` float16[L, E, B-1, I]: the energy that a transition adds
+    to each column, the largest of a block and transition being 1; ``mean`` float64[n, B-1] of the ``fitted`` bool[n],
+    in the same unit.
+    """
+    layers, experts, _, widths = samples.moments.shape[1:]
+    reference, largest = {}, []
+    for name in ("energy_gate_up", "energy_down"):
+        energy = getattr(measured, name)
+        energy = np.concatenate([energy, np.zeros_like(energy[:, :, :1])], 2)[:, :, :widths]
+        step = energy[:, :, :-1] - energy[:, :, 1:]
+        scale = np.abs(step).max(-1)
+        scale[scale == 0] = 1
+        reference[name] = (step / scale[..., None]).astype(np.float16)
+        largest.append(scale)
+    mean = transitions(samples.moments[fitted].sum(0), samples.tokens[fitted].sum(0))
+    # Moments carry the half of a mean square that damage has.
+    unit = 0.5 * np.stack(largest, 2).astype(np.float64)
+    return {**reference, "mean": (mean / unit).reshape(layers * experts * 2, -1)}
+
+
+def _arrays(prefix: str, heads: Heads) -> dict[str, np.ndarray]:
+    return {f"{prefix}/{name}": getattr(heads, name) for name in ("weights", "confidence", "low", "high")}
+
+
+def _notes(verdicts: dict, best: str | None) -> list[str]:
     """Which form failed, and what follows."""
     failed = [name for name, verdict in verdicts.items() if not verdict["helps"]]
     notes = [f"{name} does not lower the error of sequences that it was not fitted to" for name in failed]
-    if "paper" in failed:
-        notes.append("the prompt residual is off")
-    better = [n for n in ("gate", "moments") if verdicts[n]["helps"] and verdicts[n]["on"] < verdicts["paper"]["on"]]
-    return notes + [f"{name} would help more than paper; it is not in force" for name in better]
+    return [*notes, "the prompt residual is off" if best is None else f"{best} is in force"]
 
 
 def _targets(samples: Samples, fitted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

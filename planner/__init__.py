@@ -28,6 +28,7 @@ from planner.policy import get_policy as get_policy
 from planner.pressure import Pressure as Pressure
 from planner.pressure import Thresholds as Thresholds
 from planner.pressure import measure as measure
+from planner.residual import MomentsReference as MomentsReference
 from planner.residual import ResidualHeads as ResidualHeads
 from planner.solve import demote as demote
 from planner.solve import fit as fit

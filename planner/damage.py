@@ -39,8 +39,9 @@ def price(
     strength: float = 1.0,
     sensitivity: bool = True,
 ) -> Prices:
-    """Prices under ``routing_mass`` float[layers, experts] and prompt features ``residual`` float[n, 4], None: unknown.
+    """Prices under ``routing_mass`` float[layers, experts] and features ``residual`` of the prompts, None: unknown.
 
+    Features are what ``ResidualHeads.factor`` takes.
     The routing of ``routing_tokens`` tokens (None: enough of them) is averaged with that of calibration, which counts
     as many tokens as give an average expert ``pseudo_choices`` choices. ``strength`` of the residual: the paper's
     alpha. Without ``sensitivity`` a weight of every block costs the same at the same width: the error of a uniform

@@ -22,7 +22,7 @@ class Observation:
 
     ``routing_mass`` float[layers, experts] or None: recent router-weight share, any scale; ``routing_tokens``: how
     many tokens it stands for, None: enough to be trusted. ``request_mass``: the same of the running requests' prompts,
-    averaged by their KV pages, and ``residual`` float[n, 4]: their features (see ``ResidualHeads``), averaged so.
+    averaged by their KV pages, and ``residual``: their features (see ``ResidualHeads.factor``), averaged so.
     ``given_up`` bool[n]: blocks that will never move again. ``tokens``: tokens served so far. ``turn_pages``: pages
     that one KV page more of one sequence takes, all layers together. ``floor_bits``: no block may go below,
     whatever the stage, while requests run that ask for it. ``max_damage``: predicted damage that no plan may exceed.

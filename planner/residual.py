@@ -1,11 +1,14 @@
-"""Prompt residual: how much more a prompt hurts than calibration text did, from three norms (paper, eq. 5 and 6).
+"""Prompt residual: how much more a prompt hurts than calibration text did (paper, eq. 5 and 6).
 
-Features of a block are four numbers: the routing-weighted mean, the routing-weighted RMS and the maximum of its
-inputs' norms, and 1. An expert that a prompt did not use has four zeros. Features of several requests are averaged,
-weighted by their KV pages: the heads are linear, so that averages what they predict.
+Features come in one of two forms. ``paper`` has four numbers a block: the routing-weighted mean, the routing-weighted
+RMS and the maximum of its inputs' norms, and 1. ``moments`` has one number a block and transition: the logarithm of
+the damage that second moments of its inputs predict, over that of calibration text. Either has zeros for an expert
+that a prompt did not use. Features of several requests are averaged, weighted by their KV pages: the heads are linear,
+so that averages what they predict.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -13,11 +16,53 @@ FEATURES = ("mean norm", "RMS norm", "maximum norm", "used")
 
 
 @dataclass(frozen=True, eq=False)
+class MomentsReference:
+    """What second moments of inputs are held against; K is the hidden size for ``gate_up``, the inner one for ``down``.
+
+    ``energy_gate_up`` and ``energy_down`` float16[L, E, B-1, K]: the error that a transition adds to each input column
+    on its way to the layer's output, each block and transition in a unit of its own. ``mean`` float64[n, B-1]: what a
+    routed token of calibration text has on average, in that unit; not positive where nothing is known. Raises
+    ValueError for shapes that do not match or numbers that are not finite.
+    """
+
+    energy_gate_up: np.ndarray
+    energy_down: np.ndarray
+    mean: np.ndarray
+
+    def __post_init__(self):
+        lead = np.shape(self.energy_gate_up)[:3]
+        if len(lead) != 3 or np.shape(self.energy_down)[:3] != lead:
+            raise ValueError(f"column energies must both be [L, E, B-1, K], got {lead} for gate_up")
+        if np.shape(self.mean) != (lead[0] * lead[1] * 2, lead[2]):
+            raise ValueError(f"mean moments must be [n, B-1] for energies of {lead}, got {np.shape(self.mean)}")
+        for name in ("energy_gate_up", "energy_down", "mean"):
+            if not np.isfinite(getattr(self, name)).all():
+                raise ValueError(f"residual {name} must be finite")
+
+    @cached_property
+    def _energies(self) -> tuple[np.ndarray, np.ndarray]:
+        """In float32, which products are quick in."""
+        return np.asarray(self.energy_gate_up, np.float32), np.asarray(self.energy_down, np.float32)
+
+    def sums(self, moments: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+        """Predicted damage float64[n, B-1], a sum over tokens, of moments (float32[L, E, H], float32[L, E, I])."""
+        parts = [e @ np.asarray(m, np.float32)[..., None] for e, m in zip(self._energies, moments, strict=True)]
+        return np.concatenate(parts, -1).swapaxes(2, 3).reshape(self.mean.shape).astype(np.float64)
+
+    def features(self, sums: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Features float64[n, B-1, 1] of :meth:`sums` over ``tokens`` float[L, E] routed tokens."""
+        own = sums / np.maximum(np.repeat(tokens.reshape(-1), 2), 1)[:, None]
+        known = (own > 0) & (self.mean > 0)
+        return np.log(np.where(known, own, 1) / np.where(known, self.mean, 1))[..., None]
+
+
+@dataclass(frozen=True, eq=False)
 class ResidualHeads:
     """One linear head a matrix and transition, shared by all blocks of the matrix.
 
-    ``weights`` float64[2, B-1, 4]: the paper's ``w`` and ``a``, fitted to the logarithm of measured over predicted
-    damage; ``confidence`` float64[2, B-1] in 0..1; ``low`` and ``high`` float64[2, B-1]: bounds of the prediction.
+    ``weights`` float64[2, B-1, F]: for the paper's form (F = 4) its ``w`` and ``a``, for moments F = 1; fitted to the
+    logarithm of measured over predicted damage. ``confidence`` float64[2, B-1] in 0..1; ``low`` and ``high``
+    float64[2, B-1]: bounds of the prediction. ``reference``: what moments are compared with, None: the paper's form.
     Raises ValueError for shapes that do not match, numbers that are not finite, or bounds that cross.
     """
 
@@ -25,17 +70,30 @@ class ResidualHeads:
     confidence: np.ndarray
     low: np.ndarray
     high: np.ndarray
+    reference: MomentsReference | None = None
 
     def __post_init__(self):
         for name in ("weights", "confidence", "low", "high"):
             array = np.array(getattr(self, name), float)
-            shape = (*self.shape, len(FEATURES)) if name == "weights" else self.shape
+            shape = (*self.shape, self.features) if name == "weights" else self.shape
             if array.shape != shape or not np.isfinite(array).all():
                 raise ValueError(f"residual {name} must be finite and of shape {shape}, got {array.shape}")
             array.setflags(write=False)
             object.__setattr__(self, name, array)
         if (self.low > self.high).any() or (self.confidence < 0).any() or (self.confidence > 1).any():
             raise ValueError("residual heads need low <= high and a confidence within 0..1")
+        if self.reference is not None and self.reference.mean.shape[1:] != self.shape[1:]:
+            raise ValueError(f"residual heads have {self.shape[1]} transitions, not those of their reference")
+
+    @property
+    def form(self) -> str:
+        """``paper`` or ``moments``."""
+        return "paper" if self.reference is None else "moments"
+
+    @property
+    def features(self) -> int:
+        """Numbers that a head reads, F."""
+        return len(FEATURES) if self.reference is None else 1
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -43,13 +101,17 @@ class ResidualHeads:
         return np.shape(self.confidence)
 
     def factor(self, features: np.ndarray, strength: float = 1.0) -> np.ndarray:
-        """``eta = exp(alpha * c * clip(rho, low, high))``, float64[n, B-1]; ``features`` float[n, 4].
+        """``eta = exp(alpha * c * clip(rho, low, high))``, float64[n, B-1].
 
-        ``strength`` is ``alpha``. Blocks alternate between the two matrices. ValueError for another shape.
+        ``features`` float[n, 4], or float[n, B-1, 1] of moments; ``strength`` is ``alpha``. Blocks alternate between
+        the two matrices. ValueError for another shape.
         """
         features = np.asarray(features, float)
-        if features.ndim != 2 or features.shape[1] != len(FEATURES) or not np.isfinite(features).all():
-            raise ValueError(f"residual features must be finite and of shape [n, 4], got {features.shape}")
-        rho = np.einsum("emf,mjf->emj", features.reshape(-1, 2, len(FEATURES)), self.weights)
+        shape = (self.features,) if self.reference is None else (self.shape[1], self.features)
+        if features.shape[1:] != shape or not np.isfinite(features).all():
+            wanted = ", ".join(map(str, ("n", *shape)))
+            raise ValueError(f"residual features must be finite and of shape [{wanted}], got {features.shape}")
+        by_matrix = features.reshape(-1, 2, 1 if self.reference is None else shape[0], self.features)
+        rho = (by_matrix * self.weights).sum(-1)
         eta = np.exp(strength * self.confidence * np.clip(rho, self.low, self.high))
         return eta.reshape(-1, self.shape[1])

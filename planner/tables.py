@@ -92,6 +92,8 @@ class BlockTable:
             self.level(self.floors)
         if self.heads is not None and self.heads.confidence.shape != (2, len(widths) - 1):
             raise ValueError(f"residual heads must have the shape {(2, len(widths) - 1)}, got {self.heads.shape}")
+        if self.heads is not None and self.heads.reference is not None and len(self.heads.reference.mean) != n:
+            raise ValueError(f"the residual's moments must be of {n} blocks, got {len(self.heads.reference.mean)}")
 
     @property
     def blocks(self) -> int:

@@ -25,6 +25,7 @@ from calib import damage
 from calib.anyprecision import dequantize
 from calib.blocks import FORMS, Importance, Measured, PieceErrors, importance, measure, second_moments
 from calib.refine import shrunk
+from calib.residual import residual
 from calib.rows import Rows
 from calib.sensitivity import column_weights, paper_damage, unrouted_importance
 from calib.stream import Routing, Stream, save_array
@@ -43,12 +44,15 @@ from pwjax.streamed import CodedExperts, StreamedDecoder
 NAMES = ("gate_up", "down")
 
 # Part of what interrupted work is bound to: raise it when the same inputs would give other tables.
-ALGORITHM = "streamed/2"
+ALGORITHM = "streamed/3"
 
 # The damage form whose plans lose least on held-out text (`pwjax calibrate` prints all of them), and the bits of all
 # other blocks while a block's damage is measured.
 DEFAULT_FORM = "directional"
 POINTS = (6, 4)
+
+# The damage form whose deviation from the average the prompt residual predicts.
+RESIDUAL_FORM = "output"
 
 # Called with (operating point, layer, expert, rows, errors) for every piece of an expert's routed tokens.
 Observe = Callable[[int, int, int, Rows, PieceErrors], None]
@@ -57,12 +61,13 @@ Paper = Callable[[int, int, Pair, Importance], np.ndarray]
 
 
 class Calibrated(NamedTuple):
-    """``tables`` by name for ``calibration/tables.safetensors``, ``summary`` for the manifest, and ``sequences``: for
-    each operating point a ``Measured`` whose arrays have leading axes [L, E]."""
+    """``tables`` by name for ``calibration/tables.safetensors``, ``summary`` for the manifest, ``sequences``: for each
+    operating point a ``Measured`` whose arrays have leading axes [L, E], and what became of the prompt ``residual``."""
 
     tables: dict[str, np.ndarray]
     summary: dict
     sequences: dict[int, Measured]
+    residual: dict
 
 
 class Calibration:
@@ -198,6 +203,11 @@ class Calibration:
         }
         tables |= {f"moments/{n}": self._layers("original", n).astype(np.float32) / tokens.shape[1] / len(self.chosen)
                    for n in NAMES}  # fmt: skip
+        sources = np.repeat(np.arange(len(self.text.weights)), self.text.windows.quota)
+        ladder = (*widths, 16) if fallback else widths
+        # A single sequence's damage along the gradient is mostly noise of the gradient; that of `output` is not.
+        arrays, judged = residual(sequences[points[0]], sources, ladder, RESIDUAL_FORM, self.text.seed)
+        tables |= arrays
         rare = damage.few_tokens(seen)
         names = [f"layer {at // 2 // config.num_experts} expert {at // 2 % config.num_experts} {NAMES[at % 2]}"
                  for at in range(config.blocks)]  # fmt: skip
@@ -215,9 +225,10 @@ class Calibration:
             "few_tokens": rare,
             "unrouted": [names[i] for i in np.flatnonzero(self.means.reshape(-1) == 0)],
             "floors": raised,
+            "residual": {"damage": RESIDUAL_FORM, "point": points[0], "form": judged["best"]},
             "warnings": _warnings(rare, seen),
         }
-        return Calibrated(tables, summary, sequences)
+        return Calibrated(tables, summary, sequences, judged)
 
     def _experts(self, layer: int) -> Iterator[tuple[int, Pair]]:
         """Number and both matrices float32[out, in] of each expert, of bfloat16 as the artifact keeps them.

@@ -49,13 +49,17 @@ def memory_bytes(config: ModelConfig, widths: tuple[int, ...], windows: int, len
     )  # fmt: skip
 
 
-def disk_bytes(config: ModelConfig, text: CalibrationText, importance: bool, refine: bool = False) -> int:
+def disk_bytes(
+    config: ModelConfig, text: CalibrationText, widths: tuple[int, ...], importance: bool, refine: bool = False
+) -> int:
     """Bytes on disk that a calibration needs at most; ``importance`` and second moments to ``refine`` by are kept until
-    the codes are made."""
+    the codes are made, the error of every input column at both operating points until the end."""
     windows = text.windows.tokens
     spilled = spill_bytes(len(windows), text.count, windows.shape[1], config.hidden_size, config.num_layers)
-    moments = 4 * (config.hidden_size**2 + config.expert_size**2) * config.num_layers * config.num_experts
-    return spilled + 2 * config.expert_params * importance + moments * refine
+    experts = config.num_layers * config.num_experts
+    moments = 4 * (config.hidden_size**2 + config.expert_size**2) * experts
+    columns = 2 * 4 * len(widths) * (config.hidden_size + config.expert_size) * experts
+    return spilled + 2 * config.expert_params * importance + moments * refine + columns
 
 
 def needs(
@@ -64,7 +68,7 @@ def needs(
     """A sentence for people."""
     count, length = len(text.windows.tokens), text.windows.tokens.shape[1]
     memory = format_bytes(memory_bytes(config, widths, count, length))
-    disk = format_bytes(disk_bytes(config, text, importance, refine))
+    disk = format_bytes(disk_bytes(config, text, widths, importance, refine))
     return (
         f"calibrating with {text.count} sequences of {length} tokens, chosen from {count}: at most {memory} of memory "
         f"and {disk} of disk"

@@ -8,7 +8,6 @@ import numpy as np
 
 from calib.damage import few_tokens
 from calib.report_page import draw, page
-from calib.residual import residual
 from planner import BlockTable
 from pwjax.calibration import calibrate
 from pwjax.calibration_text import Text
@@ -37,14 +36,8 @@ def recalibrate(
     Arguments as in :func:`pwjax.calibration.calibrate`. Heads of the prompt residual are written where they help.
     """
     made = calibrate(path, text, tokens=tokens, sequence_length=sequence_length, seed=seed, progress=progress)
-    artifact = Artifact.open(path)
-    sources = np.repeat(np.arange(len(made.summary["texts"])), [t["windows"] for t in made.summary["texts"]])
-    point = made.summary["points"][0]
-    # A single sequence's damage along the gradient is mostly noise of the gradient; that of `output` is not.
-    arrays, found = residual(made.sequences[point], sources, artifact.geometry.all_bits, "output", seed)
-    facts = {"damage": "output", "point": point, "heads": "paper" if arrays else "none: they do not help"}
-    write_tables(path, {**made.tables, **arrays}, {**made.summary, "residual": facts})
-    return found
+    write_tables(path, made.tables, made.summary)
+    return made.residual
 
 
 def choose_default(artifact: Artifact, form: str) -> Artifact:

@@ -116,7 +116,10 @@ def outlook(
         raise UsageError(f"unknown KV dtype {kv_dtype!r}; choose from {', '.join(KV_DTYPES)}")
     fixed = checked_bits(bits, table)
     chunks = tuple(c for c in chunks if c < context) or (min(chunks),)
-    shapes = StepShapes(config, geometry, batch, context, chunks, decode_tokens, kv_dtype)
+    moves = fixed is None and chosen.moves
+    # Nobody asks how much prompts suffer where nothing moves.
+    moments = moves and table.heads is not None and table.heads.reference is not None
+    shapes = StepShapes(config, geometry, batch, context, chunks, decode_tokens, kv_dtype, moments)
     row_words = config.kv_row_words(4 if kv_dtype == "float32" else 2)
     if row_words > geometry.page_words:
         smaller = "" if kv_dtype == "bfloat16" else "use --kv-dtype bfloat16, or "
@@ -138,7 +141,7 @@ def outlook(
         plan = _fixed_plan(table, fixed)
     else:
         plan = chosen.initial(table, memory.capacity_pages, _reserve(memory, shapes, chosen.moves))
-    return Outlook(shapes, memory, plan, chosen, fixed is None and chosen.moves)
+    return Outlook(shapes, memory, plan, chosen, moves)
 
 
 def load(

@@ -141,7 +141,7 @@ def quantize(
     with ArtifactWriter(out, config, _key(flat, config, settings, made, extra_files)) as writer:
         # Before hours of work: the planes alone, the fallback, and what calibration keeps.
         least = config.expert_params * (settings.widths[-1] / 8 + 2 * fallback)
-        least += 0 if made is None else disk_bytes(config, made, True, refine)
+        least += 0 if made is None else disk_bytes(config, made, settings.widths, True, refine)
         if not any(writer.scratch.iterdir()):
             writer.reserve(int(least))
         calibration = None
@@ -191,7 +191,7 @@ def _finish_calibration(
         "windows": 0,
         "unrouted": [],
     }
-    return Calibrated({"damage/unweighted": damage, "routing_mass": mass}, summary, {})
+    return Calibrated({"damage/unweighted": damage, "routing_mass": mass}, summary, {}, {})
 
 
 def _write_layers(

@@ -21,33 +21,36 @@ def expert_ffn(
     geometry: Geometry,
     implementation: str | None = None,
     activation: str = "silu",
-) -> tuple[jax.Array, jax.Array]:
+    moments: bool = False,
+) -> tuple[jax.Array, ...]:
     """Routed experts of one layer at any mix of bits.
 
     ``x`` float32[T, H]; ``experts_of`` int32[T, k]; ``gates`` float32[T, k]; ``valid`` bool[T] (masked tokens
     cost nothing and give 0); ``arena`` uint32[num_pages, page_words]; ``bits`` int32[E, 2];
     ``pages`` int32[E, 2, S]; ``activation`` a name in ``ACTIVATIONS``. Returns ``(y float32[T, H], stats
-    float32[T, k, 2])``, stats being the squared norms of both blocks' inputs. Differentiable by ``x`` and ``gates``
-    (reverse mode). Raises ValueError for an unknown ``implementation`` or ``activation``.
+    float32[T, k, 2])``, stats being the squared norms of both blocks' inputs; with ``moments`` also ``(float32[E, H],
+    float32[E, I])``, sums of ``gate^2 * input^2`` over an expert's tokens for both blocks. ``y`` and stats are
+    differentiable by ``x`` and ``gates`` (reverse mode). Raises ValueError for an unknown ``implementation`` or
+    ``activation``.
     """
     name = implementation or "xla"
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"unknown expert_ffn implementation {name!r}; choose from {', '.join(IMPLEMENTATIONS)}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}; choose from {', '.join(ACTIVATIONS)}")
-    return _expert_ffn(geometry, name, activation, x, experts_of, gates, valid, arena, bits, pages)
+    return _expert_ffn(geometry, name, activation, moments, x, experts_of, gates, valid, arena, bits, pages)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _expert_ffn(geometry, name, activation, *read):
-    return IMPLEMENTATIONS[name](*read, geometry, activation)  # pyright: ignore[reportCallIssue]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _expert_ffn(geometry, name, activation, moments, *read):
+    return IMPLEMENTATIONS[name](*read, geometry, activation, moments)  # pyright: ignore[reportCallIssue]
 
 
-def _forward(geometry, name, activation, *read):
-    return _expert_ffn(geometry, name, activation, *read), read
+def _forward(geometry, name, activation, moments, *read):
+    return _expert_ffn(geometry, name, activation, moments, *read), read
 
 
-def _backward(geometry, name, activation, read, cotangents):
+def _backward(geometry, name, activation, moments, read, cotangents):
     """Cotangents of ``x`` and ``gates``, on the XLA path whatever the forward ran on; the weights are constants.
 
     The forward is computed again: what it would have kept is a dequantized copy of every expert in use.
@@ -58,7 +61,7 @@ def _backward(geometry, name, activation, read, cotangents):
         return paged_expert_ffn(x, experts_of, gates, valid, arena, bits, pages, geometry, activation)
 
     _, pull = jax.vjp(forward, x, gates)
-    grad_x, grad_gates = pull(cotangents)
+    grad_x, grad_gates = pull(cotangents[:2])
     return grad_x, None, grad_gates, None, None, None, None
 
 

@@ -153,35 +153,45 @@ def paged_expert_ffn(
     pages: jax.Array,
     geometry: Geometry,
     activation: str = "silu",
-) -> tuple[jax.Array, jax.Array]:
+    moments: bool = False,
+) -> tuple[jax.Array, ...]:
     """Expert feed-forward with weights read through one layer of the page table.
 
     ``arena`` uint32[num_pages, page_words], ``bits`` int32[E, 2], ``pages`` int32[E, 2, S]; the rest as in
     :func:`dense_expert_ffn`. Returns ``(y, stats)``: float32[T, H] and float32[T, k, 2], the squared
-    norms of what ``gate_up`` and ``down`` read for each choice (0 for masked tokens).
+    norms of what ``gate_up`` and ``down`` read for each choice (0 for masked tokens); with ``moments`` a third,
+    ``(float32[E, H], float32[E, I])``: sums of ``gate^2 * input^2`` over the tokens of an expert.
     """
     k = experts_of.shape[1]
     groups = group(experts_of, valid, bits.shape[0], tile_rows(experts_of.size, bits.shape[0]))
     rows = _gather_rows(x, groups, k)
+    # Padding rows read token 0, and weigh nothing.
+    weights = jnp.pad(gates.reshape(-1) ** 2, (0, 1))[groups.choice] if moments else None
 
     def tile(_, item):
-        index, expert, row = item
+        index, expert, row, weight = item
 
         def run():
             gate_up = read_block(arena, pages[expert, 0], bits[expert, 0], geometry, 0)
             down = read_block(arena, pages[expert, 1], bits[expert, 1], geometry, 1)
             out, inner = _ffn(row, gate_up, down, activation)
-            return out, jnp.sum(inner * inner, -1)
+            sums = None if weight is None else (weight @ (row * row), weight @ (inner * inner))
+            return out, jnp.sum(inner * inner, -1), sums
 
         def skip():
-            return jnp.zeros_like(row), jnp.zeros(row.shape[:1], row.dtype)
+            return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(run))
 
         return None, lax.cond(index < groups.used, run, skip)
 
     steps = jnp.arange(groups.expert.shape[0])
     # The checkpoint acts in a backward only: one tile's weights at a time are dequantized, never all of them kept.
-    _, (out, inner_norm) = lax.scan(jax.checkpoint(tile, prevent_cse=False), None, (steps, groups.expert, rows))
+    items = steps, groups.expert, rows, weights
+    _, (out, inner_norm, sums) = lax.scan(jax.checkpoint(tile, prevent_cse=False), None, items)
     inside = groups.slot < inner_norm.size
     inner_norm = jnp.where(inside, inner_norm.reshape(-1)[jnp.where(inside, groups.slot, 0)], 0.0)
     outer_norm = jnp.where(inside, jnp.sum(x * x, -1)[:, None], 0.0)
-    return combine(out, groups, gates), jnp.stack([outer_norm, inner_norm], -1)
+    found = combine(out, groups, gates), jnp.stack([outer_norm, inner_norm], -1)
+    if not moments:
+        return found
+    by_expert = lambda a: jnp.zeros((bits.shape[0], a.shape[1]), a.dtype).at[groups.expert].add(a)  # noqa: E731
+    return *found, jax.tree.map(by_expert, sums)

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from pallas_kernels.bitplanes import read_block
 from pallas_kernels.pages import Geometry
-from planner.residual import ResidualHeads
+from planner.residual import MomentsReference, ResidualHeads
 from planner.tables import BlockTable
 from pwjax.checkpoints import manifest as manifests
 from pwjax.checkpoints.lazy import LayerStack
@@ -62,8 +62,8 @@ class Artifact:
     def table(self, kind: str | None = None, preferred: str | None = None) -> BlockTable:
         """What the planner works from; ``kind`` names a damage table, None the one that calibration found best.
 
-        ``preferred`` is taken in its place where the artifact has it. ArtifactError where the artifact has no table
-        of that name.
+        ``preferred`` is taken in its place where the artifact has it. The table of the paper carries the paper's prompt
+        residual, all others the best that calibration left. ArtifactError where the artifact has no table of that name.
         """
         facts = self.manifest["calibration"]
         kinds = facts["damage"]
@@ -85,7 +85,7 @@ class Artifact:
                 routing_rate=tables.get("routing_rate", tables["routing_mass"] * self.config.top_k),
                 conditional=kind.partition("@")[0] in CONDITIONAL,
                 floors=tables.get("floors"),
-                heads=_heads(tables),
+                heads=_heads(tables, kind),
             )
         except (ValueError, KeyError) as error:
             raise ArtifactError(f"{self.path / manifests.TABLES} cannot be used: {error}") from error
@@ -233,11 +233,18 @@ class Artifact:
         return problems + _safetensors_problems(self.path / manifests.TABLES, tables, "F64", extra_ok=True)
 
 
-def _heads(tables: dict[str, np.ndarray]) -> ResidualHeads | None:
-    """The prompt residual of ``residual/*``, None where calibration has none."""
-    if "residual/weights" not in tables:
+def _heads(tables: dict[str, np.ndarray], kind: str) -> ResidualHeads | None:
+    """The prompt residual of ``residual/*`` for a damage table, None where calibration has none."""
+    prefix, reference = "residual", None
+    if kind != "paper" and "residual/moments/weights" in tables:
+        prefix = "residual/moments"
+        reference = MomentsReference(
+            *(tables[f"{prefix}/{name}"] for name in ("energy_gate_up", "energy_down", "mean"))
+        )
+    if f"{prefix}/weights" not in tables:
         return None
-    return ResidualHeads(*(tables[f"residual/{name}"] for name in ("weights", "confidence", "low", "high")))
+    heads = (tables[f"{prefix}/{name}"] for name in ("weights", "confidence", "low", "high"))
+    return ResidualHeads(*heads, reference=reference)
 
 
 def _safetensors_problems(path: Path, wanted: dict, dtype: str, extra_ok: bool = False) -> list[str]:

@@ -1,4 +1,9 @@
-"""What the running text routes to: a decayed mass of all tokens, and features of each running request's prompt."""
+"""What the running text routes to: a decayed mass of all tokens, and features of each running request's prompt.
+
+Features are of the prompt alone, as in the paper: tokens that a request generates do not change them.
+"""
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -9,6 +14,24 @@ from pwjax.models import RoutingStats
 
 # After this many tokens of other text, what was seen counts half.
 HALF_LIFE_TOKENS = 1024
+
+
+class Prompt(NamedTuple):
+    """Sums over the prefill of one request: ``mass`` and ``count`` float64[L, E] and ``norms`` float64[L, E, 2, 3] of
+    :class:`RoutingStats`, ``moments`` float64[n, B-1] of ``planner.MomentsReference.sums``, None where not asked for.
+    """
+
+    mass: np.ndarray
+    count: np.ndarray
+    norms: np.ndarray
+    moments: np.ndarray | None
+
+    def plus(self, other: "Prompt") -> "Prompt":
+        """Both, of other tokens."""
+        norms = self.norms + other.norms
+        norms[..., 2] = np.maximum(self.norms[..., 2], other.norms[..., 2])
+        moments = None if self.moments is None or other.moments is None else self.moments + other.moments
+        return Prompt(self.mass + other.mass, self.count + other.count, norms, moments)
 
 
 class RoutingRecord:
@@ -22,7 +45,8 @@ class RoutingRecord:
         self._table = table
         self.mass = np.zeros(table.routing_mass.shape)
         self.tokens = 0.0
-        self._prompts: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._reference = None if table.heads is None else table.heads.reference
+        self._prompts: dict[int, Prompt] = {}
 
     @property
     def shares(self) -> np.ndarray:
@@ -31,25 +55,24 @@ class RoutingRecord:
 
     def add(self, stats: RoutingStats, sequence: Sequence | None = None) -> None:
         """Take one dispatch; ``sequence``: whose prefill it was."""
-        mass = np.asarray(stats.mass, np.float64)
+        mass, count = np.asarray(stats.mass, np.float64), np.asarray(stats.count, np.float64)
         # All layers see the same tokens, and a token's choices are counted in each.
-        tokens = float(np.asarray(stats.count)[0].sum()) / self._table.choices
+        tokens = float(count[0].sum()) / self._table.choices
         if tokens and np.all(mass.sum(axis=1) > 0):
             kept = 0.5 ** (tokens / HALF_LIFE_TOKENS)
             self.mass, self.tokens = kept * self.mass + mass, kept * self.tokens + tokens
         if sequence is not None:
-            norms = np.asarray(stats.norms, np.float64)
+            wanted = self._reference is not None and stats.moments is not None
+            moments = self._reference.sums(stats.moments) if wanted else None
+            seen = Prompt(mass, count, np.array(stats.norms, np.float64), moments)
             before = self._prompts.get(sequence.order)
-            if before is not None:
-                sums = before[1][..., :2] + norms[..., :2]
-                norms = np.concatenate([sums, np.maximum(before[1][..., 2:], norms[..., 2:])], axis=-1)
-                mass = mass + before[0]
-            self._prompts[sequence.order] = mass, norms
+            self._prompts[sequence.order] = seen if before is None else before.plus(seen)
 
     def prompts(self, running: list[Sequence], kv: KVPages) -> tuple[np.ndarray | None, np.ndarray | None]:
         """``(request_mass, residual)`` of the running requests, averaged by their KV pages (the paper's batch merge).
 
-        Float64[L, E] and float64[n, 4]; None, None where no running request has routed anything. Forgets the others.
+        Float64[L, E], and what ``ResidualHeads.factor`` takes or None where that was not asked for; None, None where no
+        running request has routed anything. Forgets the others.
         """
         orders = {sequence.order for sequence in running}
         self._prompts = {order: seen for order, seen in self._prompts.items() if order in orders}
@@ -57,12 +80,21 @@ class RoutingRecord:
         total = sum(weights.values())
         if not total:
             return None, None
-        merged_mass, merged_features = np.zeros_like(self.mass), np.zeros((*self.mass.shape, 2, 4))
-        for order, pages in weights.items():
-            mass, norms = self._prompts[order]
-            merged_mass += pages / total * mass / np.maximum(mass.sum(axis=1, keepdims=True), 1e-30)
-            merged_features += pages / total * features(mass, norms)
-        return merged_mass, merged_features.reshape(-1, 4)
+        shares = [(pages / total, self._prompts[order]) for order, pages in weights.items()]
+        mass = np.zeros_like(self.mass)
+        for share, seen in shares:
+            mass += share * seen.mass / np.maximum(seen.mass.sum(axis=1, keepdims=True), 1e-30)
+        found = [self._features(seen) for _, seen in shares]
+        known = [own for own in found if own is not None]
+        if len(known) < len(found):
+            return mass, None
+        return mass, np.einsum("r,r...->...", [share for share, _ in shares], np.stack(known))
+
+    def _features(self, seen: Prompt) -> np.ndarray | None:
+        """Features of one prompt, in the form of the heads."""
+        if self._reference is None:
+            return features(seen.mass, seen.norms).reshape(-1, 4)
+        return None if seen.moments is None else self._reference.features(seen.moments, seen.count)
 
 
 def features(mass: np.ndarray, norms: np.ndarray) -> np.ndarray:

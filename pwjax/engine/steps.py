@@ -33,7 +33,7 @@ SCORE_ROWS = 8
 
 @dataclass(frozen=True)
 class StepShapes:
-    """Everything static about the programs of one engine."""
+    """Everything static about the programs of one engine. ``moments``: a prompt's statistics include them."""
 
     config: ModelConfig
     geometry: Geometry
@@ -42,6 +42,7 @@ class StepShapes:
     chunks: tuple[int, ...]
     decode_tokens: int
     kv_dtype: str
+    moments: bool = False
 
     @property
     def kv_kinds(self) -> tuple[KVKind, ...]:
@@ -167,7 +168,7 @@ def _chunk(shapes: StepShapes, params: Any, arena, table: PageTable, kv_tables, 
     valid = offsets < slots.limit[:, None]
     past = tuple(Past(arena, lax.dynamic_slice_in_dim(kv, slot, 1), slots.past) for kv in kv_tables)
     fresh = Fresh.empty(shapes.config, 1, tokens.shape[1], shapes.kv_dtype)
-    paged = Paged(arena, table.bits, table.pages, shapes.geometry)
+    paged = Paged(arena, table.bits, table.pages, shapes.geometry, moments=shapes.moments)
     return apply(shapes.config, params, tokens, positions, valid, fresh, past, paged)
 
 

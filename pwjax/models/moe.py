@@ -16,17 +16,21 @@ from pwjax.models.layers import as_float, linear, rms_norm
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("arena", "bits", "pages"),
-    meta_fields=("geometry", "implementation"),
+    meta_fields=("geometry", "implementation", "moments"),
 )
 @dataclass(frozen=True)
 class Paged:
-    """Routed experts read through a page table: ``bits`` int32[L, E, 2], ``pages`` int32[L, E, 2, S]."""
+    """Routed experts read through a page table: ``bits`` int32[L, E, 2], ``pages`` int32[L, E, 2, S].
+
+    ``moments``: statistics include second moments of what the experts read.
+    """
 
     arena: jax.Array
     bits: jax.Array | None
     pages: jax.Array | None
     geometry: Geometry
     implementation: str | None = None
+    moments: bool = False
 
 
 class Routing(NamedTuple):
@@ -45,13 +49,15 @@ class RoutingStats(NamedTuple):
 
     ``mass`` [E] router weight given to an expert; ``count`` [E] choices; ``prob`` [E] router probability;
     ``norms`` [E, 2, 3] of the inputs of ``gate_up`` and ``down``: sums of the gate-weighted norms and squared norms,
-    and the largest norm (0 in dense form).
+    and the largest norm (0 in dense form). ``moments`` ([E, H], [E, I]) or None where not asked for: sums of
+    ``gate^2 * input^2`` of the inputs of ``gate_up`` and ``down``.
     """
 
     mass: jax.Array
     count: jax.Array
     prob: jax.Array
     norms: jax.Array
+    moments: tuple[jax.Array, jax.Array] | None = None
 
     def plus(self, other: "RoutingStats") -> "RoutingStats":
         """The statistics of both, of other tokens through the same layers."""
@@ -106,17 +112,18 @@ def routed_experts(
     ``params`` holds ``experts`` in dense form; in paged form ``paged`` carries this layer's ``bits`` [E, 2] and
     ``pages`` [E, 2, S]. ``bump`` float32[T, H] is added to the result, for derivatives by it.
     """
-    gates, experts = routing.gates, routing.experts
+    gates, experts, moments = routing.gates, routing.experts, None
     if paged is None:
         weights = params["experts"]["gate_up"], params["experts"]["down"]
         y = dense_expert_ffn(x, experts, gates, valid, *weights, activation=config.activation)
         norms = jnp.zeros((*experts.shape, 2), jnp.float32)
     else:
         assert paged.bits is not None and paged.pages is not None
-        y, norms = expert_ffn(
+        y, norms, *rest = expert_ffn(
             x, experts, gates, valid, paged.arena, paged.bits, paged.pages, paged.geometry, paged.implementation,
-            activation=config.activation,
+            activation=config.activation, moments=paged.moments,
         )  # fmt: skip
+        moments = rest[0] if rest else None
     if bump is not None:
         y = y + bump
     weight = jnp.where(valid[:, None], routing.weights, 0.0)
@@ -126,6 +133,7 @@ def routed_experts(
         count=zeros.at[experts].add(jnp.broadcast_to(valid[:, None].astype(jnp.float32), experts.shape)),
         prob=jnp.where(valid[:, None], routing.probs, 0.0).sum(0),
         norms=_norm_sums(weight, experts, norms, config.num_experts),
+        moments=moments,
     )
     return y, Trace(x, experts, gates), stats
 

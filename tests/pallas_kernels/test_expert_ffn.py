@@ -50,15 +50,18 @@ def make_layer(seed: int):
 
 
 def oracle(x, experts_of, gates, valid, weights):
-    """Token by token in float64: output and squared norms of both blocks' inputs."""
+    """Token by token in float64: output, squared norms of both blocks' inputs, and their second moments by expert."""
     y, stats = np.zeros(x.shape), np.zeros((*experts_of.shape, 2))
+    moments = np.zeros((EXPERTS, HIDDEN)), np.zeros((EXPERTS, INNER))
     for t in np.flatnonzero(valid):
         for j, expert in enumerate(experts_of[t]):
             gate, up = np.split(weights[expert, 0].astype(np.float64) @ x[t], 2)
             inner = gate / (1 + np.exp(-gate)) * up
             y[t] += gates[t, j] * (weights[expert, 1].astype(np.float64) @ inner)
             stats[t, j] = (x[t] @ x[t], inner @ inner)
-    return y, stats
+            for own, read in zip(moments, (x[t], inner), strict=True):
+                own[expert] += (gates[t, j] * read) ** 2
+    return y, stats, moments
 
 
 def make_tokens(tokens: int, seed: int, skew: bool = False):
@@ -85,11 +88,13 @@ class TestExpertFFN:
         *memory, weights = layer
         x, experts_of, gates, valid = make_tokens(tokens, tokens, skew)
         valid[0] = True
-        run = jax.jit(lambda *a: expert_ffn(*a, GEOMETRY, implementation))
-        y, stats = run(x, experts_of, gates, valid, *memory)
-        want_y, want_stats = oracle(x, experts_of, gates, valid, weights)
+        run = jax.jit(lambda *a: expert_ffn(*a, GEOMETRY, implementation, moments=True))
+        y, stats, moments = run(x, experts_of, gates, valid, *memory)
+        want_y, want_stats, want_moments = oracle(x, experts_of, gates, valid, weights)
         np.testing.assert_allclose(y, want_y, atol=2e-4)
         np.testing.assert_allclose(stats, want_stats, rtol=2e-4, atol=2e-4)
+        for got, want in zip(moments, want_moments, strict=True):
+            np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)
 
     def test_no_valid_token_gives_zero(self, layer, implementation):
         *memory, _ = layer
@@ -123,7 +128,7 @@ def test_gradients_equal_those_of_the_dense_form(layer):
     stacked = [jnp.asarray(np.stack([weights[e, m] for e in range(EXPERTS)])) for m in (0, 1)]
 
     def paged(x, gates):
-        return jnp.sum(jnp.sin(expert_ffn(x, experts_of, gates, valid, *memory, GEOMETRY)[0]))
+        return jnp.sum(jnp.sin(expert_ffn(x, experts_of, gates, valid, *memory, GEOMETRY, moments=True)[0]))
 
     def dense(x, gates):
         return jnp.sum(jnp.sin(dense_expert_ffn(x, experts_of, gates, valid, *stacked)))

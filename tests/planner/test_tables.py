@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from planner import BlockTable, ResidualHeads
+from planner import BlockTable, MomentsReference, ResidualHeads, price
 
 
 @pytest.fixture
@@ -104,3 +104,36 @@ def test_residual_heads_scale_by_confidence_and_clip():
         heads.factor(np.zeros((2, 3)))
     with pytest.raises(ValueError, match="low <= high"):
         ResidualHeads(weights, np.ones((2, 2)), np.ones((2, 2)), np.zeros((2, 2)))
+
+
+def test_moments_say_how_much_a_prompt_hurts_at_each_transition(make_table):
+    rng = np.random.default_rng(0)
+    table = make_table(layers=1, experts=2)
+    steps = len(table.widths) - 1
+    energies = [rng.random((1, 2, steps, size)).astype(np.float16) for size in (6, 3)]
+    moments = [rng.random((1, 2, size)) for size in (6, 3)]
+    tokens = np.array([[5, 0]])
+    for own in moments:
+        own[:, 1] = 0
+    mean = rng.random((4, steps)) + 0.5
+    mean[0, 1] = 0
+    reference = MomentsReference(*energies, mean)
+    features = reference.features(reference.sums(moments), tokens)
+    for matrix, (energy, own) in enumerate(zip(energies, moments, strict=True)):
+        want = np.log(energy[0, 0].astype(float) @ own[0, 0] / 5 / np.where(mean[matrix] > 0, mean[matrix], 1))
+        np.testing.assert_allclose(features[matrix, :, 0], np.where(mean[matrix] > 0, want, 0), rtol=1e-5)
+    assert not features[2:].any(), "an expert that the prompt did not use"
+
+    one = np.ones((2, steps))
+    heads = ResidualHeads(one[..., None], one, -9 * one, 9 * one, reference)
+    assert heads.form == "moments" and np.allclose(heads.factor(features), np.exp(features[..., 0]))
+    prices = price(replace(table, heads=heads), residual=features)
+    np.testing.assert_allclose(
+        -np.diff(prices.damage, axis=1), -np.diff(table.expected, axis=1) * np.exp(features[..., 0])
+    )
+    with pytest.raises(ValueError, match=rf"shape \[n, {steps}, 1\]"):
+        heads.factor(np.zeros((4, 4)))
+    with pytest.raises(ValueError, match="of 4 blocks|of 24 blocks|must be of"):
+        replace(make_table(), heads=heads)
+    with pytest.raises(ValueError, match="mean moments must be"):
+        MomentsReference(*energies, mean[:3])

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from pwjax import quantization
 from pwjax.checkpoints import writer as writers
 from pwjax.checkpoints.artifact import Artifact
+from pwjax.checkpoints.tables import write_tables
 from pwjax.checkpoints.tree import EXPERTS, dense_shapes, flatten, param_shapes, unflatten
 from pwjax.config import ModelConfig
 from pwjax.errors import ArtifactError, CheckpointError, UsageError
@@ -108,6 +109,16 @@ def test_calibration_names_the_table_that_the_planner_takes(copy):
     assert artifact.table(preferred="directional").conditional, "what is not there cannot be preferred"
     assert np.allclose(table.expected, 1.5 * paper.expected) and table.conditional and not paper.conditional
     assert (table.floors == 3).all() and table.heads is not None and table.heads.shape == (2, 5)
+    assert table.heads.form == "paper"
+    energies = {"energy_gate_up": np.full((3, 4, 5, 40), 0.5, np.float16), "energy_down": np.ones((3, 4, 5, 20))}
+    moments = {"weights": np.full((2, 5, 1), 0.7), "mean": np.full((24, 5), 2.0), **energies}
+    moments |= {name: np.ones((2, 5)) for name in ("confidence", "low", "high")}
+    write_tables(copy, tables | {f"residual/moments/{k}": v for k, v in moments.items()}, manifest["calibration"])
+    artifact = Artifact.open(copy)
+    heads = artifact.table().heads
+    assert heads is not None and heads.reference is not None and np.all(heads.weights == 0.7)
+    assert np.array_equal(heads.reference.energy_gate_up, energies["energy_gate_up"])
+    assert artifact.table("paper").heads.form == "paper", "the paper's residual goes with the paper's table"
     del tables["residual/low"]
     save_file(tables, path)
     manifest["files"]["calibration/tables.safetensors"]["bytes"] = path.stat().st_size

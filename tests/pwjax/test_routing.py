@@ -1,12 +1,13 @@
 """The record of routing: decay, prompts of requests, and their merge by KV pages."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
-from planner import BlockTable
+from planner import BlockTable, MomentsReference, ResidualHeads
 from pwjax.engine.routing import HALF_LIFE_TOKENS, RoutingRecord, features
 from pwjax.models.moe import RoutingStats, _norm_sums
 
@@ -23,7 +24,7 @@ def stats(tokens, expert, norm=1.0):
     """Statistics of ``tokens`` that all chose ``expert`` twice, with inputs of one ``norm``."""
     mass = np.zeros((LAYERS, EXPERTS), np.float32)
     mass[:, expert] = tokens
-    norms = mass[..., None, None] * np.array([norm, norm**2, 0])
+    norms = mass[..., None, None] * np.array([[norm, norm**2, 0]] * 2)
     norms[:, expert, :, 2] = norm
     return RoutingStats(mass, 2 * mass, mass, norms)
 
@@ -59,6 +60,33 @@ def test_prompts_are_merged_by_kv_pages_and_forgotten_with_their_request(record)
     mass, _ = record.prompts([two], KV)
     assert np.allclose(mass, [0, 1, 0])
     assert np.allclose(record.prompts([one, two], KV)[0], mass), "a request that left is not remembered"
+
+
+def test_moments_of_prompts_are_summed_over_chunks_and_merged(record):
+    energies = [np.ones((LAYERS, EXPERTS, 1, size), np.float16) for size in (4, 2)]
+    one = np.ones((2, 1))
+    reference = MomentsReference(*energies, np.full((LAYERS * EXPERTS * 2, 1), 0.5))
+    record = RoutingRecord(replace(record._table, heads=ResidualHeads(one[..., None], one, -one, one, reference)))
+
+    def chunk(tokens, moment):
+        moments = [np.zeros((LAYERS, EXPERTS, size), np.float32) for size in (4, 2)]
+        for own in moments:
+            own[:, 1] = moment
+        return stats(tokens, 1)._replace(moments=tuple(moments))
+
+    one, two = sequence(1, 0), sequence(2, 1)
+    record.add(chunk(3, 6.0), one)
+    record.add(chunk(5, 2.0), one)
+    record.add(chunk(4, 4.0), two)
+    _, residual = record.prompts([one, two], KV)
+    assert residual.shape == (LAYERS * EXPERTS * 2, 1, 1) and not residual[:2].any()
+    # Every token makes two choices of the expert; sums over columns, a choice, over the mean.
+    want = [0.75 * np.log(k * 8 / 16 / 0.5) + 0.25 * np.log(k * 4 / 8 / 0.5) for k in (4, 2)]
+    np.testing.assert_allclose(residual[2:4, 0, 0], want)
+    record.add(chunk(5, 2.0))
+    assert np.array_equal(record.prompts([one, two], KV)[1], residual), "generated tokens change nothing"
+    record.add(stats(5, 1), two)
+    assert record.prompts([one, two], KV)[1] is None, "a program without moments says nothing"
 
 
 def test_norms_of_a_step_give_the_three_features():
