@@ -5,12 +5,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.numpy import save_file
 
 import pwjax
 from pwjax import models
@@ -35,8 +33,7 @@ def stored(family, case, folder):
     """Write the checkpoint of a case of ``tests/golden/make_families.py``; returns its arrays."""
     with np.load(GOLDEN / f"{family}.npz") as file:
         arrays = {name.removeprefix(f"{case}/"): file[name] for name in file.files if name.startswith(f"{case}/")}
-    weights = {n.removeprefix("weights/"): v for n, v in arrays.items() if n.startswith("weights/")}
-    save_file({n: v.view(ml_dtypes.bfloat16) for n, v in weights.items()}, folder / "model.safetensors")
+    (folder / "model.safetensors").write_bytes(arrays["checkpoint"].tobytes())
     (folder / "config.json").write_text(str(arrays["config"]))
     return arrays
 
