@@ -14,8 +14,8 @@ from pwjax.models.decoder import head_parts
 from pwjax.streamed import HEAD_TOKENS
 from pwjax.units import format_bytes
 
-# Python, JAX, and what the allocator keeps.
-BASE_BYTES = 700 << 20
+# Python, JAX, compiling, and what the allocator keeps.
+BASE_BYTES = 900 << 20
 
 
 def memory_bytes(config: ModelConfig, widths: tuple[int, ...], windows: int, length: int) -> int:
