@@ -4,10 +4,8 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from calib.blocks import importance
 from calib.stream import Stream
@@ -29,10 +27,9 @@ def model(request, tmp_path):
     """Configuration and parameters of a stored checkpoint."""
     family, case = request.param
     with np.load(Path(__file__).parents[1] / "golden" / f"{family}.npz") as file:
-        own = {name.removeprefix(f"{case}/"): file[name] for name in file.files if name.startswith(f"{case}/")}
-    weights = {n.removeprefix("weights/"): v for n, v in own.items() if n.startswith("weights/")}
-    save_file({n: v.view(ml_dtypes.bfloat16) for n, v in weights.items()}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(str(own["config"]))
+        config, checkpoint = (file[f"{case}/{name}"] for name in ("config", "checkpoint"))
+    (tmp_path / "model.safetensors").write_bytes(checkpoint.tobytes())
+    (tmp_path / "config.json").write_text(str(config))
     return load_hf(tmp_path)
 
 
