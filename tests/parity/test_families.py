@@ -164,7 +164,12 @@ def continued(saved_family, tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, "full"])
+# Each size is a program to compile; the one that cuts every prompt unevenly stands for the others in the default tier.
+SLOW = pytest.mark.slow
+CHUNKS = [7, pytest.param(1, marks=SLOW), pytest.param(64, marks=SLOW), pytest.param("full", marks=SLOW)]
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("family", families.FAMILIES)
 def test_greedy_text_of_the_engine(continued, monkeypatch, family, chunk):
     """In a ragged batch and alone; programs of decoding are the same for all chunks, so they are compiled once."""
