@@ -32,6 +32,7 @@ from planner.residual import MomentsReference as MomentsReference
 from planner.residual import ResidualHeads as ResidualHeads
 from planner.solve import demote as demote
 from planner.solve import fit as fit
+from planner.solve import next_demotion as next_demotion
 from planner.solve import promote as promote
 from planner.solve import uniform as uniform
 from planner.tables import BlockTable as BlockTable

@@ -75,6 +75,26 @@ def promote(
     return Plan(table, table.bits(start), table.bits(level), cause=cause, bound=bound, prices=prices)
 
 
+def next_demotion(
+    table: BlockTable,
+    bits: np.ndarray,
+    prices: Prices | None = None,
+    frozen: np.ndarray | None = None,
+    floor_bits: int = 0,
+) -> float:
+    """Damage a page that the cheapest single demotion from ``bits`` int[n] adds, infinite where there is none.
+
+    ``prices`` and ``frozen`` as in :func:`demote`; no block may go below ``floor_bits``.
+    """
+    level = table.level(bits)
+    least = next((i for i, b in enumerate(table.widths) if b >= floor_bits), len(table.widths) - 1)
+    damage = (prices or Prices(table.expected)).damage
+    pages, added, legal = moves(damage, table.pages, level, np.minimum(level, least))
+    if frozen is not None:
+        legal &= ~frozen[:, None]
+    return float(np.min(np.where(legal, np.maximum(added, 0) / np.maximum(pages, 1), np.inf)))
+
+
 def fit(
     table: BlockTable,
     capacity_pages: int,

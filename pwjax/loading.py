@@ -20,6 +20,7 @@ from pwjax.checkpoints.artifact import Artifact
 from pwjax.engine.budget import MemoryPlan, plan_memory, remembered_sizes, shrink_to_fit, step_memory
 from pwjax.engine.decisions import Decisions, Live
 from pwjax.engine.engine import Engine
+from pwjax.engine.eviction import default_damage_per_ms
 from pwjax.engine.log import EpochLog, LogSink
 from pwjax.engine.meter import Meter
 from pwjax.engine.parts import Parts
@@ -27,7 +28,7 @@ from pwjax.engine.steps import StepShapes, compile_step
 from pwjax.engine.text import Tokenizer
 from pwjax.engine.weights import load_weights, params_spec
 from pwjax.errors import UsageError
-from pwjax.memory import KVPages, ThreadTransfer
+from pwjax.memory import KVPages, Prefixes, ThreadTransfer
 from pwjax.memory.host_store import HostStore
 from pwjax.memory.transfer import Transfer
 
@@ -155,6 +156,8 @@ def load(
     bits: int | np.ndarray | None = None,
     chunks: tuple[int, ...] = CHUNKS,
     seed: int = 0,
+    prefix_cache: bool = True,
+    damage_per_ms: float | None = None,
     log: str | os.PathLike | None = None,
     report: Report | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -164,15 +167,20 @@ def load(
 
     ``memory_budget`` is bytes or a size such as ``"10GiB"`` (None: enough for full precision and full context);
     ``batch`` slots; ``context`` tokens a sequence, prompt and new ones; ``bits`` fixes the precision, one width or an
-    int[n] a block; ``chunks`` the sizes that prompts are cut into; ``seed`` for requests that bring none; ``log`` a
-    path for the epoch log; ``report`` is told what is being compiled; ``progress(blocks, all blocks)`` while weights
-    load; ``injected`` is for replays and tests. BudgetError, ArtifactError, UsageError.
+    int[n] a block; ``chunks`` the sizes that prompts are cut into; ``seed`` for requests that bring none;
+    ``prefix_cache``: requests that begin alike share KV pages, and prompts stay cached; ``damage_per_ms``: predicted
+    damage a served token that a millisecond of computing a cached prompt again is worth, None:
+    :func:`pwjax.engine.eviction.default_damage_per_ms`; ``log`` a path for the epoch log; ``report`` is told what is
+    being compiled; ``progress(blocks, all blocks)`` while weights load; ``injected`` is for replays and tests.
+    BudgetError, ArtifactError, UsageError.
     """
     from pwjax.units import parse_bytes
 
     meter, injected = Meter(), injected or Injected()
     artifact = open_model(model)
     budget = None if memory_budget is None else parse_bytes(memory_budget)
+    if damage_per_ms is not None and not 0 <= damage_per_ms < float("inf"):
+        raise UsageError(f"damage_per_ms must be a number from 0, got {damage_per_ms!r}")
     view = outlook(
         artifact, memory_budget_bytes=budget, batch=batch, context=context, kv_dtype=kv_dtype, policy=policy, bits=bits,
         chunks=chunks, report=report,
@@ -180,6 +188,7 @@ def load(
     settings = {
         "memory_budget": budget, "batch": batch, "context": context, "kv_dtype": kv_dtype, "policy": policy,
         "bits": None if bits is None else np.asarray(bits).tolist(), "chunks": list(chunks), "seed": seed,
+        "prefix_cache": prefix_cache, "damage_per_ms": damage_per_ms,
     }  # fmt: skip
     header = log_header(model, artifact, settings, view)
     shapes, memory, table = view.shapes, view.memory, view.plan.table
@@ -202,7 +211,9 @@ def load(
         parts = Parts(
             shapes=shapes, memory=memory, table=table, programs=programs, kv=kv, policy=view.policy,
             tokenizer=tokenizer, decisions=injected.decisions or Live(view.policy), meter=meter, log=sink,
-            start_bits=view.plan.bits, moves=view.moves, seed=seed, **weights._asdict(),
+            start_bits=view.plan.bits, moves=view.moves, seed=seed,
+            prefixes=Prefixes(kv, shapes.chunks[-1], prefix_cache),
+            damage_per_ms=default_damage_per_ms(table) if damage_per_ms is None else damage_per_ms, **weights._asdict(),
         )  # fmt: skip
         engine = Engine(parts)
         meter.warm()

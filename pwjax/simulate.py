@@ -1,7 +1,8 @@
 """What-if: the engine's own loop, scheduler, KV pages, pager and policy over a trace, without weights or steps.
 
 A simulated copy lands at the next boundary, an unknown prompt routes as calibration text did, and every request
-generates all of its tokens; the rest is the code that an engine runs, so pages are counted as it counts them.
+generates all of its tokens. Prompts are drawn as for an engine, so none begin alike. The rest is the code that an
+engine runs, so pages are counted as it counts them.
 """
 
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import numpy as np
 from pwjax.engine.budget import page_table_bytes
 from pwjax.engine.decisions import Live
 from pwjax.engine.engine import Engine
+from pwjax.engine.eviction import default_damage_per_ms
 from pwjax.engine.log import EpochLog
 from pwjax.engine.meter import Meter
 from pwjax.engine.parts import Parts
@@ -21,7 +23,7 @@ from pwjax.engine.sequence import Sequence
 from pwjax.engine.steps import Sampled
 from pwjax.engine.trace import Arrival, run_trace
 from pwjax.loading import Outlook
-from pwjax.memory import KVPages, PageAllocator, Pager, PageTableState
+from pwjax.memory import KVPages, PageAllocator, Pager, PageTableState, Prefixes
 from pwjax.memory.arena import COMMIT_WIDTHS
 from pwjax.memory.transfer import StagedPages, TransferJob
 from pwjax.run_summary import sparkline
@@ -110,6 +112,7 @@ def _parts(view: Outlook) -> Parts:
         page_table=page_table, pager=pager, transfer=transfer, store=stub, policy=view.policy,
         decisions=Live(view.policy), tokenizer=None, meter=_Predicted(held_bytes=held, pager=pager),
         log=EpochLog(None, {}), start_bits=view.plan.bits, moves=view.moves, seed=0,
+        prefixes=Prefixes(kv, shapes.chunks[-1]), damage_per_ms=default_damage_per_ms(table),
     )  # fmt: skip
 
 
@@ -135,6 +138,7 @@ class _NoDispatches:
 
     def prefill(self, sequence: Sequence):
         shapes, meter = self._parts.shapes, self._parts.meter
+        self._parts.kv.copies.clear()
         left = sequence.prefill_target - sequence.kv_tokens
         count = min(left, next((c for c in shapes.chunks if c >= left), shapes.chunks[-1]))
         meter.observe(self._parts.memory.step_bytes)

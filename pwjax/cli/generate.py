@@ -33,6 +33,7 @@ from pwjax.units import format_bytes
 @click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-sequence token.")
 @click.option("--min-bits", type=int, metavar="N", help="No expert matrix below N bits while a request runs.")
 @click.option("--max-damage", type=float, metavar="D", help="Bound on the predicted damage a token; see pwjax plan.")
+@click.option("--no-prefix-cache", is_flag=True, help="Do not share KV pages among prompts that begin alike.")
 @click.option("--skip-bad-lines", is_flag=True, help="Leave out lines of --prompts that are no requests.")
 @click.option("--stats", "stats_file", metavar="FILE", help="Write memory, precision and speed of the run as JSON.")
 @click.option("--log", metavar="FILE", help="Write the epoch log: plans, commits, admissions, as JSON lines.")
@@ -45,6 +46,7 @@ def command(
     output: str | None,
     chat: bool,
     options: EngineOptions,
+    no_prefix_cache: bool,
     skip_bad_lines: bool,
     stats_file: str | None,
     log: str | None,
@@ -98,7 +100,7 @@ def command(
                 click.echo(f"resuming: {total - len(requests)} of {total} results are there{nothing}", err=True)
             if not requests:
                 return _raise_refused(refused)
-        with _load(options, run_seed, log, quiet) as engine:
+        with _load(options, run_seed, log, quiet, not no_prefix_cache) as engine:
             emit = _Emitter(as_json, writer, single=prompts is None)
             began = time.perf_counter()
             bar = _bar(len(requests), show=prompts is not None and not quiet)
@@ -180,7 +182,7 @@ class _Emitter:
         sys.stdout.flush()
 
 
-def _load(options: EngineOptions, seed: int, log: str | None, quiet: bool):
+def _load(options: EngineOptions, seed: int, log: str | None, quiet: bool, prefix_cache: bool):
     """The engine, with what is compiled and loaded told on standard error."""
     from pwjax import environment
     from pwjax.loading import load
@@ -195,6 +197,7 @@ def _load(options: EngineOptions, seed: int, log: str | None, quiet: bool):
         policy=options.policy,
         bits=options.bits,
         seed=seed,
+        prefix_cache=prefix_cache,
         log=log,
         report=None if quiet else told_once(lambda what: click.echo(f"compiling {what}", err=True)),
     )

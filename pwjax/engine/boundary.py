@@ -14,6 +14,7 @@ A callback is called once for each of the six, every boundary. It may call ``eng
 did, after it did it: pages move in one call.
 """
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ import numpy as np
 
 from planner import Observation, Plan
 from pwjax.engine.decisions import Asked
+from pwjax.engine.eviction import Market
 from pwjax.engine.parts import Parts, Snapshot
 from pwjax.engine.quality import Demand
 from pwjax.engine.routing import RoutingRecord
@@ -74,11 +76,13 @@ class Boundaries:
         self._logged_blocked_pages = 0
         self._logged_turn: tuple = ()
         self._committed = False
+        self._market = Market(parts, scheduler.prefixes)
         # Whether all that the pager has left are moves that wait for free pages.
         self.starved = False
         scheduler.ready = lambda sequence: Demand.of([sequence.request]).met(parts.table, parts.pager.committed)
         # The waiting sequence for which precision is being raised.
         self._raising: Sequence | None = None
+        scheduler.epoch = parts.page_table.epoch
 
     def run(self, settling: bool = False) -> None:
         """One boundary: let the policy plan (not while ``settling`` or frozen), and the pager commit."""
@@ -99,10 +103,12 @@ class Boundaries:
         for asked in decisions.asked(self.index, late=False):
             self.ask("plan", asked)
         told = told and self._tell(replace(told, phase="plan", plan=plan))
+        self._evict()
         report = BoundaryReport(self.index, self.parts.page_table.epoch)
         if not pager.idle or not self.frozen:
             report = self.commit(idle=settling or not any(self.scheduler.slots))
         self._committed = True
+        self.scheduler.epoch = self.parts.page_table.epoch
         for asked in decisions.asked(self.index, late=True):
             self.ask("plan", asked)
         for phase in PHASES[3:]:
@@ -198,11 +204,37 @@ class Boundaries:
         first = scheduler.waiting[0]
         demand = Demand.of(s.request for s in (*scheduler.running, first))
         # What runs may go on growing, and all KV of the request fits once it runs: its demand will not be broken.
-        kv_pages = parts.kv.used_pages + parts.kv.pages_for(first.max_total)
+        kv_pages = parts.kv.used_pages - scheduler.prefixes.evictable_pages + parts.kv.pages_for(first.max_total)
         kv_pages += scheduler.growth_pages(LOOKAHEAD_BOUNDARIES * parts.shapes.decode_tokens)
         plan = demand.plan(parts.table, parts.memory.capacity_pages - kv_pages)
         self._raising = first if plan is not None else None
         return plan
+
+    def prices(self) -> tuple[float, float]:
+        """Damage a page of dropping cached prefixes, and of the cheapest demotion (infinite: none is possible)."""
+        demotion = math.inf
+        if not self.frozen:
+            demotion = self._market.demotion(self.index, self.routing, self.pending(), self.demand.min_bits)
+        return self._market.prefix, demotion
+
+    def _evict(self) -> None:
+        """Drop cached prefixes for pages that are wanted and not free, where that costs less than precision."""
+        parts, scheduler = self.parts, self.scheduler
+        if not parts.decisions.live:
+            record = parts.decisions.evicted(self.index)
+            if record is not None:
+                scheduler.prefixes.evict(prefixes=record["prefixes"])
+                self.log("evict", **record)
+            return
+        wanted = scheduler.growth_pages(LOOKAHEAD_BOUNDARIES * parts.shapes.decode_tokens) + scheduler.blocked_pages
+        wanted += parts.pager.reserving_pages - parts.pager.releasing_pages - parts.allocator.free_pages
+        if wanted <= 0 or not scheduler.prefixes.evictable_pages:
+            return
+        prefix, demotion = self.prices()
+        if prefix <= demotion:
+            gone, pages = scheduler.prefixes.evict(wanted)
+            other = None if demotion == math.inf else demotion
+            self.log("evict", prefixes=gone, pages=pages, price=prefix, demotion=other)
 
     def pending(self) -> np.ndarray:
         """bool[n]: blocks with a move queued or in flight, and those given up: a plan leaves them alone."""
@@ -210,14 +242,20 @@ class Boundaries:
         return pager.moving | pager.given_up | (pager.desired != pager.committed)
 
     def observe(self) -> Snapshot:
-        """The state that plans are made from; pages count weights and KV alike."""
-        parts = self.parts
+        """The state that plans are made from; pages count weights and KV alike.
+
+        Pages of cached prefixes that cost less than precision count as free: they are, once something needs them.
+        """
+        parts, cached = self.parts, self.scheduler.prefixes.evictable_pages
+        if cached:
+            prefix, demotion = self.prices()
+            cached = cached if prefix <= demotion else 0
         demand = self.demand
         request_mass, residual = self.routing.prompts(self.scheduler.running, parts.kv)
         observation = Observation(
             bits=parts.pager.committed,
             moving=self.pending(),
-            free_pages=parts.allocator.free_pages,
+            free_pages=parts.allocator.free_pages + cached,
             growth_pages=self.scheduler.growth_pages(LOOKAHEAD_BOUNDARIES * parts.shapes.decode_tokens),
             boundary=self.index,
             routing_mass=self.routing.mass,

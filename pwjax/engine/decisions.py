@@ -1,8 +1,8 @@
-"""What a turn of the engine does not compute from its own state: plans, and which copies had landed.
+"""What a turn of the engine does not compute from its own state: plans, copies that had landed, prefixes to drop.
 
-Everything else (admission, chunks, limits, preemption) follows from the requests and from these two, so a run is
-repeated by giving them again. :class:`Live` asks the policy and lets the pager look at its copies; :class:`Recorded`
-reads both from the records of an epoch log.
+Everything else (admission, chunks, limits, preemption) follows from the requests and from these, so a run is repeated
+by giving them again. :class:`Live` asks the policy, lets the pager look at its copies and compares prices (one of them
+is a measured time); :class:`Recorded` reads all three from the records of an epoch log.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,8 +24,7 @@ class Asked(NamedTuple):
     @classmethod
     def of_record(cls, record: dict[str, Any]) -> "Asked":
         """What a ``plan`` or ``apply`` record of a log says."""
-        state = ("kind", "boundary", "free_pages", "kv_pages", "changes")
-        rest = {name: value for name, value in record.items() if name not in state}
+        rest = {name: value for name, value in _fields(record).items() if name != "changes"}
         return cls(tuple((block, old, new) for block, old, new in record["changes"]), rest)
 
 
@@ -43,6 +42,10 @@ class Decisions(Protocol):
 
     def asked(self, boundary: int, late: bool) -> Sequence[Asked]:
         """Plans that a log has for this boundary, before the pager's turn or (``late``) after it."""
+        ...
+
+    def evicted(self, boundary: int) -> dict[str, Any] | None:
+        """What a log says about cached prefixes that were dropped for their price; None: nothing."""
         ...
 
     def outcome(self, boundary: int) -> Outcome | None:
@@ -66,24 +69,31 @@ class Live:
         """Nothing."""
         return ()
 
+    def evicted(self, boundary: int) -> dict[str, Any] | None:
+        """None: prices are compared."""
+        return None
+
     def outcome(self, boundary: int) -> Outcome | None:
         """None: the pager looks at its copies."""
         return None
 
 
 class Recorded:
-    """Plans and outcomes of the records of a log (its kinds ``plan`` and ``transfers``; others are ignored)."""
+    """The decisions of a log: its kinds ``plan``, ``transfers`` and ``evict``; others are ignored."""
 
     live = False
 
     def __init__(self, records: Iterable[dict[str, Any]]):
         self._plans: dict[tuple[int, bool], list[Asked]] = {}
         self._outcomes: dict[int, Outcome] = {}
+        self._evicted: dict[int, dict[str, Any]] = {}
         self._blocked_pages = 0
         for record in records:
             if record["kind"] == "plan":
                 when = record["boundary"], record.get("late", False)
                 self._plans.setdefault(when, []).append(Asked.of_record(record))
+            elif record["kind"] == "evict" and "price" in record:
+                self._evicted[record["boundary"]] = _fields(record)
             elif record["kind"] == "transfers":
                 self._outcomes[record["boundary"]] = Outcome(
                     landed=tuple(record["landed"]),
@@ -100,8 +110,17 @@ class Recorded:
         """What was asked for then, by the policy or by a callback."""
         return self._plans.get((boundary, late), ())
 
+    def evicted(self, boundary: int) -> dict[str, Any] | None:
+        """What was logged."""
+        return self._evicted.get(boundary)
+
     def outcome(self, boundary: int) -> Outcome:
         """What was logged; a boundary without a record moved nothing and lacked as many pages as the one before."""
         outcome = self._outcomes.get(boundary) or Outcome(blocked_pages=self._blocked_pages)
         self._blocked_pages = outcome.blocked_pages
         return outcome
+
+
+def _fields(record: dict[str, Any]) -> dict[str, Any]:
+    """A record without what all records have."""
+    return {k: v for k, v in record.items() if k not in ("kind", "boundary", "free_pages", "kv_pages")}

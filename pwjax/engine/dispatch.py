@@ -103,6 +103,10 @@ class Dispatcher:
     def _run(self, key: tuple[str, int], *arguments) -> tuple[Any, tuple[jax.Array, ...], RoutingStats]:
         parts = self._parts
         parts.kv.apply()
+        # Before anything is written where a page is copied from.
+        for source, target in parts.kv.copies:
+            parts.arena.copy_pages(source, target)
+        parts.kv.copies.clear()
         parts.meter.observe(self._program_bytes[key])
         program = parts.programs[key]
         with jax.profiler.TraceAnnotation(f"{key[0]} {key[1]}"):

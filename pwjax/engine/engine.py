@@ -10,11 +10,9 @@ One turn of the loop, all on one thread::
 The only device state is the dense parameters, the arena and the tables; everything else lives on the host.
 """
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import replace
 
 import jax
 import numpy as np
@@ -23,6 +21,7 @@ from planner import Plan
 from pwjax.engine.boundary import Boundaries, Callback
 from pwjax.engine.dispatch import Dispatcher
 from pwjax.engine.parts import Model, Parts, Snapshot
+from pwjax.engine.relief import Relief
 from pwjax.engine.requests import Request, as_requests, as_scored, request_seed
 from pwjax.engine.sampling import SamplingParams
 from pwjax.engine.scheduler import Scheduler
@@ -44,14 +43,13 @@ class Engine:
         self.parts = parts
         self.model = Model(parts.shapes)
         self.config, self.tokenizer = parts.shapes.config, parts.tokenizer
-        self.scheduler = Scheduler(parts.kv, parts.shapes.decode_tokens, reserve_all=not parts.moves)
+        self.scheduler = Scheduler(parts.kv, parts.shapes.decode_tokens, not parts.moves, parts.prefixes)
         self.boundaries = Boundaries(parts, self.scheduler)
         self._order = 0
         self._dispatcher = Dispatcher(parts)
+        self._relief = Relief(parts, self.boundaries, self.scheduler)
         self._refused: list[Completion] = []
         self._locked = self._stepping = False
-        # The boundary of the last turn in which nothing could run although no move was on its way.
-        self._stalled_at = -1
 
     # Requests
 
@@ -162,47 +160,15 @@ class Engine:
         if any(limits):
             events += self._decode(limits)
         elif sequence is None and not self.scheduler.idle:
-            self._relieve()
+            self._refused += self._relief.run()
         self.boundaries.log_turn(chunk, limits)
         return events
-
-    def _relieve(self) -> None:
-        """Nothing could run: let precision give way first, else preempt the newest sequence, else refuse the last."""
-        scheduler, pager = self.scheduler, self.parts.pager
-        # Promotions that a waiting request demands go on where nothing else runs.
-        if (scheduler.running or not scheduler.held) and pager.cancel_promotions():
-            return
-        if not pager.idle and not self.boundaries.starved:
-            time.sleep(0.0005)
-            return
-        # The policy learns at the next boundary what could not be reserved in this turn.
-        first, self._stalled_at = self._stalled_at != self.boundaries.index - 1, self.boundaries.index
-        if first and not self.boundaries.frozen:
-            return
-        sequence = scheduler.preempt_newest()
-        if sequence is not None:
-            self.boundaries.log(
-                "preempt", id=sequence.request.id, order=sequence.order, generated=len(sequence.generated)
-            )
-            return
-        alone = next(iter(scheduler.running), None) or scheduler.waiting[0]
-        if alone.slot < 0:
-            scheduler.waiting.popleft()
-            scheduler.blocked_pages = 0
-        else:
-            scheduler.release(alone)
-        reason = "its KV cache does not fit beside the weights, and no precision is left to give up"
-        if scheduler.held:
-            reason = "the precision that it demands could not be reached: pages of the model could not be copied"
-            scheduler.held = False
-        self.boundaries.log("finish", **alone.ended("refused"))
-        # What was streamed of it stays: its pieces are out already.
-        self._refused.append(replace(alone.completion(), finish_reason="refused", error=reason))
 
     def _prefill(self, sequence: Sequence) -> list[Piece | Completion]:
         if sequence.request.score:
             return self._score(sequence)
         sampled, stats = self._dispatcher.prefill(sequence)
+        self.scheduler.prefilled(sequence)
         self.boundaries.routing.add(stats, sequence)
         # The token after a prompt that had to be computed again is there already.
         if sequence.kv_tokens < sequence.prefill_target or sequence.generated:

@@ -1,9 +1,9 @@
 """The epoch log: JSON lines, a header first, then every decision of the engine. ``docs/log.md`` has the schema.
 
-A run is a function of the header, of the inputs (requests, cancellations, plans asked for by hand) and of two things
-that a clock or a policy decides: which plan was made, and which copies had landed at a boundary. The log holds all of
-them, so :mod:`pwjax.engine.replay` can repeat it. No record holds a time, so equal
-runs have equal logs.
+A run is a function of the header, of the inputs (requests, cancellations, plans asked for by hand) and of what a clock
+or a policy decides: which plan was made, which copies had landed at a boundary, and which cached prefixes were dropped
+for their price. The log holds all of them, so :mod:`pwjax.engine.replay` can repeat it. No record but ``evict`` holds
+anything that was timed.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any, Protocol, TextIO
 
 from pwjax.errors import PWJaxError, UsageError
 
-LOG_SCHEMA = 2
+LOG_SCHEMA = 3
 # Records of what came from outside; a replay hands them to the engine again.
 INPUTS = ("submit", "cancel", "apply", "freeze", "settle")
 

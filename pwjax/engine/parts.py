@@ -13,7 +13,7 @@ from pwjax.engine.log import LogSink
 from pwjax.engine.meter import Meter
 from pwjax.engine.steps import StepShapes
 from pwjax.engine.text import Tokenizer
-from pwjax.memory import Arena, KVPages, PageAllocator, Pager, PageTableState
+from pwjax.memory import Arena, KVPages, PageAllocator, Pager, PageTableState, Prefixes
 from pwjax.memory.host_store import HostStore
 from pwjax.memory.transfer import Transfer
 
@@ -66,3 +66,5 @@ class Parts(NamedTuple):
     start_bits: np.ndarray
     moves: bool
     seed: int
+    prefixes: Prefixes
+    damage_per_ms: float

@@ -6,20 +6,26 @@ next waiting request needs and could not get.
 
 With a plan that cannot move there is nothing to wait for, so a request is admitted only once pages for all of its
 tokens are reserved: it is never preempted, and its tokens do not depend on its neighbours.
+
+A sequence that begins as one before it did shares those pages, at admission or before any chunk of its prompt; only
+pages that are new count. Where bits are fixed, or a request demands some, only what was computed at the epoch in force
+is shared; else also what was computed at others, as the KV of a running sequence is.
 """
 
 from collections import deque
 from collections.abc import Callable
 
 from pwjax.engine.sequence import Sequence
-from pwjax.memory.kv import KVPages
+from pwjax.memory import KVPages, Prefix, Prefixes
 
 
 class Scheduler:
-    """Waiting and running sequences over the fixed slots of ``kv``."""
+    """Waiting and running sequences over the fixed slots of ``kv``; ``epoch`` of the page table is kept up to date."""
 
-    def __init__(self, kv: KVPages, decode_tokens: int, reserve_all: bool):
+    def __init__(self, kv: KVPages, decode_tokens: int, reserve_all: bool, prefixes: Prefixes):
         self.kv = kv
+        self.prefixes = prefixes
+        self.epoch = 0
         self.decode_tokens = decode_tokens
         self.reserve_all = reserve_all
         self.waiting: deque[Sequence] = deque()
@@ -55,21 +61,39 @@ class Scheduler:
                 break
             slot = self.slots.index(None)
             tokens = self._first_tokens(sequence)
-            need = self.kv.pages_needed(slot, tokens)
+            shared = self._found(sequence, self.prefixes.root)
+            need = self.kv.pages_needed(slot, tokens) - self.prefixes.shared_pages(shared)
             if need + self.growth_pages(self.decode_tokens) > self.kv.allocator.free_pages:
                 self.blocked_pages = need
+                if shared:
+                    self.prefixes.touch(shared[-1])
                 break
-            reserved = self.kv.reserve(slot, tokens)
-            assert reserved
             self.waiting.popleft()
             sequence.slot = slot
             self.slots[slot] = sequence
+            if self.prefixes.enabled and not sequence.request.score:
+                self._follow(sequence, self.prefixes.root)
+            self._share(sequence, shared, tokens)
+            reserved = self.kv.reserve(slot, tokens)
+            assert reserved
             admitted.append(sequence)
         return admitted
 
     def next_prefill(self) -> Sequence | None:
-        """The oldest sequence that has prompt tokens to process."""
-        return next((s for s in self.running if s.prefilling), None)
+        """The oldest sequence that has prompt tokens to process, what others have computed of them by now shared."""
+        sequence = next((s for s in self.running if s.prefilling), None)
+        if sequence and sequence.prefix is not None:
+            self._share(sequence, self._found(sequence, sequence.prefix), self.kv.reserved_tokens(sequence.slot))
+        return sequence
+
+    def prefilled(self, sequence: Sequence) -> None:
+        """Let others share the chunk that a sequence has just computed."""
+        parent, size = sequence.prefix, self.prefixes.chunk_tokens
+        if parent is None or sequence.kv_tokens != parent.end + size:
+            return  # the last chunk, which is no whole one
+        node = self.prefixes.add(parent, sequence.tokens(parent.end, size), sequence.slot, self.epoch)
+        if node is not None:
+            self._follow(sequence, node)
 
     def reserve_decode(self) -> list[int]:
         """Tokens each slot may take in the next decode dispatch, pages reserved for them; oldest first."""
@@ -106,7 +130,8 @@ class Scheduler:
         return sequence
 
     def release(self, sequence: Sequence) -> None:
-        """Free the slot and the pages of a sequence."""
+        """Free the slot of a sequence and the pages that nobody shares; what others could share stays cached."""
+        self._follow(sequence, None)
         self.kv.release(sequence.slot)
         self.slots[sequence.slot] = None
         sequence.slot = -1
@@ -115,3 +140,22 @@ class Scheduler:
         if self.reserve_all:
             return sequence.max_total
         return min(sequence.prefill_target + self.decode_tokens, sequence.max_total)
+
+    def _found(self, sequence: Sequence, start: Prefix) -> list[Prefix]:
+        """Prefixes behind ``start`` that a sequence can share; none where its own scores are asked for."""
+        request = sequence.request
+        if not self.prefixes.enabled or request.score:
+            return []
+        fixed = self.reserve_all or request.min_bits or request.max_damage is not None
+        return self.prefixes.match(start, sequence.tokens(0, sequence.prefill_target), self.epoch if fixed else None)
+
+    def _share(self, sequence: Sequence, path: list[Prefix], tokens: int) -> None:
+        if not path:
+            return
+        self.prefixes.attach(sequence.slot, path, tokens)
+        self._follow(sequence, path[-1])
+        sequence.kv_tokens = path[-1].end
+
+    def _follow(self, sequence: Sequence, node: Prefix | None) -> None:
+        self.prefixes.move(sequence.prefix, node)
+        sequence.prefix = node

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from pwjax.engine.requests import Request
 from pwjax.engine.text import TextStream, Tokenizer
+from pwjax.memory import Prefix
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class Sequence:
     """A request in a slot, or waiting for one.
 
     ``kv_tokens`` leading tokens are in pages. The newest generated token never is: a decode step feeds it. After a
-    preemption ``kv_tokens`` is 0 and everything but the newest token goes through prefill again.
+    preemption ``kv_tokens`` is 0 and everything but the newest token goes through prefill again. ``prefix`` is the last
+    chunk that it shares or lets others share, the root of the trie before the first; None where it does neither.
     """
 
     request: Request
@@ -60,6 +62,7 @@ class Sequence:
     seed: int
     slot: int = -1
     kv_tokens: int = 0
+    prefix: Prefix | None = None
     generated: list[int] = field(default_factory=list)
     logprobs: list[dict] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)

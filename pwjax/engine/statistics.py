@@ -5,7 +5,7 @@ from pwjax.environment import versions
 
 
 def run_statistics(parts: Parts, preemptions: int, lowest_bits: float, last_failure: str | None) -> dict:
-    """Memory, precision, compile, throughput, transfers, scheduler and versions of an engine's life.
+    """Memory, precision, compile, throughput, transfers, scheduler, shared prefixes and versions of an engine's life.
 
     ``lowest_bits``: the least mean bits so far; ``last_failure``: why the latest failed copy failed.
     """
@@ -56,5 +56,11 @@ def run_statistics(parts: Parts, preemptions: int, lowest_bits: float, last_fail
             "engine_share": parts.pager.pace.share_spent,
         },
         "scheduler": {"slots": parts.shapes.slots, "preemptions": preemptions},
+        "prefixes": {
+            "hits": parts.prefixes.hits,
+            "tokens_saved": parts.prefixes.found_chunks * parts.prefixes.chunk_tokens,
+            "evicted": parts.prefixes.evicted,
+            "cached_pages": parts.prefixes.evictable_pages,
+        },
         "versions": versions(),
     }

@@ -16,6 +16,8 @@ from pwjax.memory.kv import KVPages as KVPages
 from pwjax.memory.page_table import PageTable as PageTable
 from pwjax.memory.page_table import PageTableState as PageTableState
 from pwjax.memory.pager import Pager as Pager
+from pwjax.memory.prefix import Prefix as Prefix
+from pwjax.memory.prefix import Prefixes as Prefixes
 from pwjax.memory.report import BoundaryReport as BoundaryReport
 from pwjax.memory.report import Commit as Commit
 from pwjax.memory.report import Counters as Counters

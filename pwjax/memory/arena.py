@@ -73,6 +73,11 @@ def commit_kv(arena: jax.Array, page: jax.Array, word: jax.Array, rows: jax.Arra
     return lax.scatter(arena, jnp.stack([page, word], -1), rows, _KV_SCATTER, unique_indices=True, mode=mode)
 
 
+@jax.jit
+def _gather(arena: jax.Array, ids: jax.Array) -> jax.Array:
+    return arena[ids]
+
+
 @lru_cache(maxsize=128)
 def compile_commit_pages(num_pages: int, page_words: int, width: int) -> jax.stages.Compiled:
     """Program ``(arena, ids int32[width], words uint32[width, page_words]) -> arena``, the arena donated."""
@@ -88,6 +93,13 @@ def compile_commit_kv(num_pages: int, page_words: int, rows: int, row_words: int
     arena, index = spec((num_pages, page_words), jnp.uint32), spec((rows,), jnp.int32)
     update = spec((rows, row_words), jnp.uint32)
     return jax.jit(commit_kv, donate_argnums=0).lower(arena, index, index, update).compile()
+
+
+@lru_cache(maxsize=128)
+def compile_gather_pages(num_pages: int, page_words: int, width: int) -> jax.stages.Compiled:
+    """Program ``(arena, ids int32[width]) -> words uint32[width, page_words]``; padding ids read the null page."""
+    spec = jax.ShapeDtypeStruct
+    return _gather.lower(spec((num_pages, page_words), jnp.uint32), spec((width,), jnp.int32)).compile()
 
 
 def commit_programs(
@@ -144,6 +156,7 @@ class Arena:
         self.num_pages = num_pages
         self.page_words = page_words
         self.programs = commit_programs(num_pages, page_words, self.page_widths, kv_shapes)
+        self._gathers = {width: compile_gather_pages(num_pages, page_words, width) for width in self.page_widths}
         # Zeros come from a program: a host array of that size would double the memory for a moment.
         self._array = jax.jit(lambda: jnp.zeros((num_pages, page_words), jnp.uint32))()
 
@@ -172,6 +185,19 @@ class Arena:
         padded = np.arange(self.num_pages, self.num_pages + width, dtype=np.int32)
         padded[: len(ids)] = ids
         self._array = self.programs["commit_pages", width](self._array, padded, words)
+
+    def copy_pages(self, source: np.ndarray, target: np.ndarray) -> None:
+        """Overwrite pages ``target`` int[n], distinct, with the contents of pages ``source`` int[n].
+
+        By way of words as large as those of a commit, so that the arena itself is never copied.
+        """
+        source, start = np.asarray(source, np.int32), 0
+        for width in split_widths(len(source), self.page_widths):
+            ids = np.zeros(width, np.int32)
+            part = source[start : start + width]
+            ids[: len(part)] = part
+            self.commit_pages(target[start : start + width], self._gathers[width](self._array, ids))
+            start += width
 
     def commit_kv(self, page: np.ndarray, word: np.ndarray, rows: jax.Array) -> None:
         """Write ``rows`` uint32[M, row_words] at ``[page[m], word[m]:]``, in place.
@@ -204,8 +230,3 @@ class Arena:
     def delete(self) -> None:
         """Free the device memory now; the arena cannot be used afterwards."""
         self._array.delete()
-
-
-@jax.jit
-def _gather(arena: jax.Array, ids: jax.Array) -> jax.Array:
-    return arena[ids]

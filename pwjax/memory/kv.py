@@ -10,6 +10,9 @@ columns to hold it: a turn that comes round writes over the pages of the turn th
 sequence of any length holds the same pages. That is safe because rows are written when the step that computed them is
 over, and the next step needs ``window - 1`` tokens back at most.
 
+Pages may be shared (see :mod:`pwjax.memory.prefix`): all of them have one owner, and each counts the slots that hold
+it and what else keeps it. A page nobody refers to is free.
+
 A released page keeps its last words, which may read as NaN: attention must mask by length with ``where``, never by
 multiplication.
 """
@@ -29,9 +32,8 @@ from pwjax.memory.allocator import PageAllocator, PageError
 UPDATE_TURNS = 16
 
 
-def kv_owner(slot: int) -> tuple[str, int]:
-    """Name under which a slot's pages are owned."""
-    return ("kv", int(slot))
+# Name under which all KV pages are owned.
+KV_OWNER = "kv"
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,11 @@ class KVKind:
         """Columns of the table: turns of the longest sequence, or of what a window can reach back to."""
         turns = ceil_div(self.max_tokens, self.page_tokens)
         return turns if self.window is None else min(turns, ceil_div(self.window - 1, self.page_tokens) + 1)
+
+    @property
+    def wraps(self) -> bool:
+        """Whether the table is a ring that a sequence may write over."""
+        return self.columns < ceil_div(self.max_tokens, self.page_tokens)
 
     @property
     def turn_pages(self) -> int:
@@ -109,7 +116,8 @@ class _Table:
         self.kind, self.slots = kind, slots
         self.pages = np.zeros(kind.table_shape(slots), np.int32)
         self.turns = [0] * slots
-        self._pushed = [0] * slots  # columns the device table already shows
+        self._pushed = [0] * slots  # columns of which the device table is up to date
+        self._shown: set[int] = set()  # slots of which the device table shows anything
         self._stale: set[int] = set()  # slots whose device row still shows released pages
         self._set_turns, self._clear = compile_kv_table_updates(self.pages.shape)
         self.device = jnp.zeros(self.pages.shape, jnp.int32)
@@ -127,16 +135,27 @@ class _Table:
         full = self.turns[slot] == self.kind.columns
         return self.kind.max_tokens if full else self.turns[slot] * self.kind.page_tokens
 
+    def columns(self, slot: int, first: int, end: int) -> np.ndarray:
+        """Page ids int32[turns, turn_pages] of columns ``first..end-1``."""
+        columns = self.pages[slot, :, :, first:end].transpose(2, 0, 1)
+        return columns.reshape(end - first, self.kind.turn_pages).copy()
+
+    def put(self, slot: int, first: int, ids: np.ndarray) -> None:
+        """Make ids[n, turn_pages] the columns from ``first`` on, which goes no further than the end."""
+        n = len(ids)
+        self.pages[slot, :, :, first : first + n] = ids.reshape(n, self.kind.layers, 2).transpose(1, 2, 0)
+        self.turns[slot] = max(self.turns[slot], first + n)
+        self._pushed[slot] = min(self._pushed[slot], first)
+
     def extend(self, slot: int, ids: np.ndarray) -> None:
         """Give a slot more turns."""
-        old, more = self.turns[slot], len(ids) // self.kind.turn_pages
-        self.pages[slot, :, :, old : old + more] = ids.reshape(more, self.kind.layers, 2).transpose(1, 2, 0)
-        self.turns[slot] = old + more
+        self.put(slot, self.turns[slot], ids.reshape(-1, self.kind.turn_pages))
 
     def clear(self, slot: int) -> None:
         """Forget the pages of a slot."""
         self.pages[slot] = 0
-        if self._pushed[slot]:
+        if slot in self._shown:
+            self._shown.remove(slot)
             self._stale.add(slot)
         self.turns[slot] = self._pushed[slot] = 0
 
@@ -169,6 +188,7 @@ class _Table:
             ids[: len(chunk)] = self.pages[chunk[:, 0], :, :, chunk[:, 1]]
             self.device = self._set_turns(self.device, slot, turn, ids)
         self._stale.clear()
+        self._shown |= {slot for slot, _ in columns}
         self._pushed = list(self.turns)
         return True
 
@@ -182,6 +202,10 @@ class KVPages:
         self.allocator = allocator
         self.kinds, self.slots, self.max_tokens = tuple(kinds), slots, kinds[0].max_tokens
         self.peak_pages = 0
+        # Page contents to copy, ids [n] to ids [n], before anything reads or writes the arena again.
+        self.copies: list[tuple[np.ndarray, np.ndarray]] = []
+        self._held = np.zeros(allocator.num_pages, np.int32)  # slots that hold a page
+        self._kept = np.zeros(allocator.num_pages, np.int32)  # other references
         self._tables = [_Table(kind, slots) for kind in kinds]
 
     @property
@@ -201,8 +225,8 @@ class KVPages:
 
     @property
     def used_pages(self) -> int:
-        """Pages that all slots hold together."""
-        return sum(self.slot_pages(slot) for slot in range(self.slots))
+        """KV pages in all, each counted once: of slots, and what is kept beside."""
+        return self.allocator.pages_of(KV_OWNER)
 
     def slot_pages(self, slot: int) -> int:
         """Pages that a slot holds."""
@@ -224,9 +248,10 @@ class KVPages:
 
     def reserve(self, slot: int, tokens: int) -> bool:
         """Make room for ``tokens`` tokens in all, in every layer; False and no change where the pages are not free."""
-        ids = self.allocator.alloc(self.pages_needed(slot, tokens), kv_owner(slot))
+        ids = self.allocator.alloc(self.pages_needed(slot, tokens), KV_OWNER)
         if ids is None:
             return False
+        self._held[ids] += 1
         for table in self._tables:
             more = table.needed(slot, tokens)
             table.extend(slot, ids[:more])
@@ -235,12 +260,43 @@ class KVPages:
         return True
 
     def release(self, slot: int) -> int:
-        """Free every page of a slot; returns how many. Rows of a dispatch in flight must then be dropped."""
+        """Take a slot's pages away; returns how many are free now. Rows in flight must then be dropped."""
         held = np.concatenate([table.held(slot) for table in self._tables])
-        self.allocator.free(held, kv_owner(slot))
         for table in self._tables:
             table.clear(slot)
-        return len(held)
+        return self._unrefer(self._held, held)
+
+    def columns(self, slot: int, kind: int, first: int, end: int) -> np.ndarray:
+        """Page ids int32[turns, turn_pages] of a slot's columns ``first..end-1``."""
+        return self._tables[kind].columns(slot, first, end)
+
+    def share(self, slot: int, kind: int, first: int, ids: np.ndarray) -> None:
+        """Make KV pages int32[n, turn_pages] a slot's columns from ``first`` on; what it had there is given back."""
+        table = self._tables[kind]
+        old = table.columns(slot, first, max(first, min(table.turns[slot], first + len(ids)))).reshape(-1)
+        self._held[ids.reshape(-1)] += 1
+        table.put(slot, first, ids)
+        self._unrefer(self._held, old)
+
+    def keep(self, ids: np.ndarray) -> None:
+        """Refer to distinct KV pages once more, so that they outlive the slots that hold them."""
+        self._kept[ids.reshape(-1)] += 1
+
+    def drop(self, ids: np.ndarray) -> int:
+        """Undo a :meth:`keep`; returns how many pages are free now."""
+        return self._unrefer(self._kept, ids.reshape(-1))
+
+    def only_kept(self) -> np.ndarray:
+        """bool[num_pages]: pages that are kept and in no slot."""
+        return (self._kept > 0) & (self._held == 0)
+
+    def _unrefer(self, counts: np.ndarray, ids: np.ndarray) -> int:
+        if np.any(counts[ids] < 1):
+            raise PageError("a KV page was given back more often than it was taken")
+        counts[ids] -= 1
+        unused = ids[self._held[ids] + self._kept[ids] == 0]
+        self.allocator.free(unused, KV_OWNER)
+        return len(unused)
 
     def places(self, slot: int, start: int, count: int, width: int) -> list[tuple[np.ndarray, np.ndarray]]:
         """Where tokens ``start..start+count-1`` go: for each kind, page and first word, int32[layers, 2, width].
@@ -257,12 +313,16 @@ class KVPages:
         """Carry releases and new turns to the device tables; False where nothing changed."""
         return any([table.apply() for table in self._tables])
 
-    def check_invariants(self) -> None:
-        """Raise :class:`PageError` unless the tables hold exactly the pages that each slot owns, each once."""
+    def check_invariants(self, kept: np.ndarray | None = None) -> None:
+        """Raise :class:`PageError` unless references and owners are as the tables and ``kept`` int[num_pages] say."""
+        held = np.zeros_like(self._held)
         for slot in range(self.slots):
             used = np.concatenate([table.held(slot) for table in self._tables])
             spare = any(np.any(table.pages[slot, :, :, table.turns[slot] :]) for table in self._tables)
             if len(np.unique(used)) != len(used) or spare:
                 raise PageError(f"slot {slot} repeats a page or shows one past its tokens")
-            if len(used) != self.allocator.pages_of(kv_owner(slot)) or not self.allocator.owns(used, kv_owner(slot)):
-                raise PageError(f"slot {slot} points at pages it does not own, or owns pages it does not point at")
+            held[used] += 1
+        if not np.array_equal(held, self._held) or (kept is not None and not np.array_equal(kept, self._kept)):
+            raise PageError("references to KV pages do not match the tables")
+        if not np.array_equal(np.flatnonzero(held + self._kept), self.allocator.owned(KV_OWNER)):
+            raise PageError("KV pages are owned without a reference, or referred to without being owned")

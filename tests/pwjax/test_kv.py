@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pwjax.memory.allocator import PageAllocator, PageError
 from pwjax.memory.arena import Arena, program_memory
-from pwjax.memory.kv import KVKind, KVPages, compile_kv_table_updates, kv_owner
+from pwjax.memory.kv import KV_OWNER, KVKind, KVPages, compile_kv_table_updates
 
 
 def make(pages=200, slots=3, layers=2, max_tokens=50, page_words=64, row_words=20):
@@ -118,7 +118,7 @@ def test_positions_are_distinct_and_reserved():
     for slot, n in ((0, 12), (2, 6)):
         [(page, word)] = kv.places(slot, 0, n, n)
         assert page.shape == word.shape == (2, 2, n)
-        assert kv.allocator.owns(page.reshape(-1), kv_owner(slot)) and word.max() + 20 <= 64
+        assert kv.allocator.owns(page.reshape(-1), KV_OWNER) and word.max() + 20 <= 64
         places = list(zip(page.reshape(-1).tolist(), word.reshape(-1).tolist(), strict=True))
         assert len(set(places)) == len(places) and seen.isdisjoint(places)
         seen.update(places)

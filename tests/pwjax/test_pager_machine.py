@@ -127,7 +127,8 @@ class Memory(RuleBasedStateMachine):
         assert self.allocator.free_pages == (free - need if need <= free else free)
         if need <= free:
             # KV writes over whatever the pages held: a retired page in use would show at once.
-            self.arena.words[self.allocator.owned(("kv", slot))] = 0xFFFFFFFF
+            held = np.concatenate([pages[slot].reshape(-1) for pages in self.kv.pages])
+            self.arena.words[held[held > 0]] = 0xFFFFFFFF
             self.tokens[slot] = tokens
 
     @rule(slot=st.integers(0, SLOTS - 1))

@@ -154,7 +154,7 @@ def test_what_is_no_log_is_refused(tmp_path, text):
 
 def test_a_damaged_line_is_named_and_a_cut_one_ends_the_log(tmp_path):
     path = tmp_path / "x"
-    head = '{"kind": "header", "schema": 2}\n'
+    head = '{"kind": "header", "schema": 3}\n'
     path.write_text(head + '{"kind": "freeze"}\n{"kind": "fin')
     assert [r["kind"] for r in read_log(path)[1]] == ["freeze"]
     path.write_text(head + "damaged\n" + '{"kind": "freeze"}\n')
