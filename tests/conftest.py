@@ -143,7 +143,7 @@ def open_tiny(tiny_artifact):
 
     def opened(pages: int = 290, **options):
         shapes = {"batch": 4, "context": 128, **options}
-        fixed = {k: v for k, v in shapes.items() if k not in ("log", "seed")}
+        fixed = {k: v for k, v in shapes.items() if k not in ("log", "seed", "prefix_cache", "damage_per_ms")}
         memory = outlook(Artifact.open(tiny_artifact), **fixed).memory
         return load(tiny_artifact, memory.total_bytes - memory.arena_bytes + pages * memory.page_bytes, **shapes)
 

@@ -190,7 +190,8 @@ def test_moves_that_find_no_free_page_do_not_hold_sequences_up(tiny_artifact, mo
             engine.apply(uniform(table, 16))
         else:
             monkeypatch.setattr(type(pager), "idle", property(lambda self: False))
-            monkeypatch.setattr(pager, "boundary", lambda index: BoundaryReport(index, 1, blocked_pages=1, queued=1))
+            report = BoundaryReport(1, 1, blocked_pages=1, queued=1)
+            monkeypatch.setattr(pager, "boundary", lambda index, outcome, **_: replace(report, boundary=index))
         events += [event for _ in range(2000) for event in engine.step()]
         done = [e for e in events if isinstance(e, Completion)]
         assert sorted(c.id for c in done) == [0, 1, 2, 3] and engine.idle
