@@ -170,7 +170,7 @@ class Prefixes:
             node = heapq.heappop(heap)[-1]
             parent = node.parent
             freed, gone, count = freed + self._discard(node), gone + 1, count + 1
-            if self._idle(parent):
+            if parent is not None and self._idle(parent):
                 heapq.heappush(heap, (parent.used_at, parent.end, -count, parent))
         self.evicted += gone
         return gone, freed
@@ -191,8 +191,8 @@ class Prefixes:
             stack += node.children.values()
         return found
 
-    def _idle(self, node: Prefix | None) -> bool:
-        return node is not None and node.parent is not None and not node.children and node not in self._users
+    def _idle(self, node: Prefix) -> bool:
+        return node.parent is not None and not node.children and node not in self._users
 
     def _discard(self, node: Prefix) -> int:
         """Take a node and all behind it out of the trie; sequences that use them keep their pages."""

@@ -1,4 +1,4 @@
-"""Shared prompts in the engine: the tokens of a run without sharing, fewer pages and chunks, one price for what goes."""
+"""Shared prompts in the engine: tokens of an unshared run, fewer pages and chunks, one price for all pages."""
 
 import json
 from dataclasses import replace
