@@ -56,6 +56,10 @@ def test_a_shared_run_gives_the_tokens_of_an_unshared_one(open_tiny):
         engine.parts.prefixes.evict()
         np.testing.assert_array_equal(engine.score(BASE), scores)
         assert engine.parts.kv.used_pages == 0 and engine.parts.allocator.free_pages > 200
+        table, bits = engine.parts.table, engine.parts.pager.committed
+        assert next_demotion(table, bits, floor_bits=5) == next_demotion(table, np.full_like(bits, 2)) == np.inf
+        rate = (table.expected[5, 0] - table.expected[5, 1]) / (table.pages[5, 1] - table.pages[5, 0])
+        assert next_demotion(table, np.full_like(bits, 3), frozen=np.arange(len(bits)) != 5) == max(rate, 0)
     for result, first, second in zip(want, [done[r.id] for r in requests], again, strict=True):
         assert result == first == second
     assert together["prefixes"]["hits"] >= 6 and together["prefixes"]["tokens_saved"] >= 200
@@ -64,6 +68,7 @@ def test_a_shared_run_gives_the_tokens_of_an_unshared_one(open_tiny):
     assert stats["memory"]["peak_bytes"] <= stats["memory"]["budget_bytes"]
 
 
+@pytest.mark.slow
 def test_eviction_preemption_and_cancelling_keep_every_promise_and_repeat(open_tiny, tmp_path):
     long = GREEDY.with_fields(max_tokens=30, temperature=0.7, logprobs=None)
     # Room for the lowest weights and one and a half sequences.
@@ -87,6 +92,7 @@ def test_eviction_preemption_and_cancelling_keep_every_promise_and_repeat(open_t
     assert result.complete and result.requests >= len(done)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage_per_ms", [0.0, 1e9])
 def test_the_cheaper_of_eviction_and_demotion_goes_first(open_tiny, tmp_path, damage_per_ms):
     """The same run but for what a millisecond is worth: the cache goes and precision stays, or the other way round."""
@@ -105,6 +111,7 @@ def test_the_cheaper_of_eviction_and_demotion_goes_first(open_tiny, tmp_path, da
         assert (evicted > 0, lower) == ((True, False) if damage_per_ms == 0 else (False, True))
 
 
+@pytest.mark.slow
 def test_what_was_computed_at_other_bits_is_not_shared_where_bits_are_promised(open_tiny):
     def first_token(engine, **demand):
         before = engine.stats()["prefixes"]["hits"]
@@ -123,12 +130,3 @@ def test_what_was_computed_at_other_bits_is_not_shared_where_bits_are_promised(o
         engine.settle()
         assert first_token(engine) == 1 and first_token(engine, min_bits=2) == 0 and first_token(engine) == 1
         check(engine)
-
-
-def test_the_cheapest_demotion(open_tiny):
-    with open_tiny(290, bits=3) as engine:
-        table, bits = engine.parts.table, engine.parts.pager.committed
-        rates = (table.expected[:, 0] - table.expected[:, 1]) / np.maximum(table.pages[:, 1] - table.pages[:, 0], 1)
-        assert next_demotion(table, bits) == pytest.approx(max(rates.min(), 0))
-        assert next_demotion(table, bits, floor_bits=3) == next_demotion(table, np.full_like(bits, 2)) == np.inf
-        assert next_demotion(table, bits, frozen=np.arange(len(bits)) != 5) == pytest.approx(max(rates[5], 0))
