@@ -67,24 +67,26 @@ def test_rings_under_moving_bits_and_pressure(gemma, tmp_path, capsys):
             pager.check_invariants()
         assert sorted((c.id, c.generated_tokens) for c in done) == [(i, m) for i, (_, m) in enumerate(LENGTHS)]
         stats = engine.stats()
-        assert stats["precision"]["demotions"] > 0 and stats["precision"]["promotions"] > 0
+        assert stats["precision"]["demotions"] > 0
         assert stats["scheduler"]["preemptions"] > 0
         assert stats["compile"]["recompiles_after_warmup"] == 0
         assert stats["memory"]["peak_bytes"] <= stats["memory"]["budget_bytes"]
-        # Frozen under way, where blocks differ in bits.
+        assert kv.used_pages == 0
+
+    assert json.loads(log.read_text().splitlines()[0])["settings"]["chunks"] == [16]
+    assert main(["replay", str(log), "--json", "--quiet"]) == 0
+    assert json.loads(capsys.readouterr().out)["equal"]
+
+    # Frozen under way, where blocks differ in bits.
+    with load(gemma, budget, **SHAPES) as engine:
         for request in requests():
             engine.submit(request)
-        while len(set(pager.committed.tolist())) < 3:
+        while engine.stats()["precision"]["demotions"] < 4 and not engine.idle:
             engine.step()
         engine.cancel()
         bits = engine.freeze()
         assert len(set(bits.tolist())) > 1
         moved = [c.token_ids for c in engine.generate(requests())]
-        assert kv.used_pages == 0
 
     with load(gemma, budget, **SHAPES, bits=bits) as engine:
         assert [c.token_ids for c in engine.generate(requests())] == moved
-
-    assert json.loads(log.read_text().splitlines()[0])["settings"]["chunks"] == [16]
-    assert main(["replay", str(log), "--json", "--quiet"]) == 0
-    assert json.loads(capsys.readouterr().out)["equal"]
