@@ -50,8 +50,8 @@ def requests():
 @pytest.mark.slow
 def test_rings_under_moving_bits_and_pressure(gemma, tmp_path, capsys):
     memory = outlook(Artifact.open(gemma), **SHAPES).memory
-    # The lowest weights and one and a half of the longest sequences: bits must fall, then slots take turns.
-    pages = 1 + memory.weights_min_pages + memory.sequence_pages * 3 // 2
+    # The lowest weights and little more than the longest sequence: bits must fall, then slots take turns.
+    pages = 1 + memory.weights_min_pages + memory.sequence_pages * 9 // 8
     budget, log = memory.total_bytes - memory.arena_bytes + pages * memory.page_bytes, tmp_path / "log.jsonl"
 
     with load(gemma, budget, **SHAPES, log=log) as engine:
@@ -86,7 +86,8 @@ def test_rings_under_moving_bits_and_pressure(gemma, tmp_path, capsys):
         engine.cancel()
         bits = engine.freeze()
         assert len(set(bits.tolist())) > 1
-        moved = [c.token_ids for c in engine.generate(requests())]
+        # The longest does not fit beside the bits that are frozen here.
+        moved = [c.token_ids for c in engine.generate(requests()[1:])]
 
     with load(gemma, budget, **SHAPES, bits=bits) as engine:
-        assert [c.token_ids for c in engine.generate(requests())] == moved
+        assert [c.token_ids for c in engine.generate(requests()[1:])] == moved
