@@ -15,7 +15,7 @@ from pwjax.engine.sequence import Completion, Piece
 from pwjax.engine.steps import compile_step
 from pwjax.engine.weights import params_spec
 from pwjax.errors import BudgetError, PromptError, PWJaxError, UsageError
-from pwjax.loading import load, outlook
+from pwjax.loading import Injected, load, outlook
 from pwjax.memory import BoundaryReport, program_memory
 
 GREEDY = pwjax.SamplingParams(max_tokens=20, ignore_eos=True)
@@ -34,7 +34,7 @@ def open_engine(path, pages: int = 290, **options):
     With 290 pages and four slots, KV cannot grow to its full size (256) beside the weights at 6 bits (120).
     """
     shapes = {"batch": 4, "context": 128, **options}
-    budget = budget_for(path, pages, **{k: v for k, v in shapes.items() if k not in ("log", "seed")})
+    budget = budget_for(path, pages, **{k: v for k, v in shapes.items() if k not in ("log", "seed", "injected")})
     return load(path, budget, **shapes)
 
 
@@ -104,7 +104,9 @@ def test_pieces_concatenate_to_the_text(tiny_artifact):
 
 def test_precision_moves_with_the_kv_cache(tiny_artifact, tmp_path):
     long = pwjax.SamplingParams(max_tokens=110, ignore_eos=True)
-    with open_engine(tiny_artifact, log=tmp_path / "log.jsonl") as engine:
+    # A clock that stands still: pacing would make what moves depend on the speed of the machine.
+    still = Injected(clock=lambda: 0.0)
+    with open_engine(tiny_artifact, log=tmp_path / "log.jsonl", injected=still) as engine:
         requests = [pwjax.Request(f"r{i}", PROMPTS[i % 6], None, long) for i in range(12)]
         requests += [pwjax.Request("last", PROMPTS[0], None, long)]
         done = [e for e in engine.stream(requests) if isinstance(e, Completion)]
@@ -121,7 +123,7 @@ def test_precision_moves_with_the_kv_cache(tiny_artifact, tmp_path):
     records = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert records[0]["kind"] == "header" and {"plan", "commit", "admit", "finish"} <= {r["kind"] for r in records}
     changes = [change for r in records if r["kind"] == "commit" for change in r["changes"]]
-    down = sum(to < was for _, was, to, _, _ in changes)
+    down = sum(to < was for _, was, to, *_ in changes)
     assert (down, len(changes) - down) == (precision["demotions"], precision["promotions"])
 
 
@@ -240,7 +242,7 @@ def test_stop_strings_and_tokens(tiny_artifact):
     ("options", "words"),
     [
         ({"bits": 7}, "2, 3, 4, 5, 6, 16"),
-        ({"policy": "greedy"}, "default, static"),
+        ({"policy": "greedy"}, "default, paper, static"),
         ({"context": 129}, "128"),
         ({"batch": 0}, "batch"),
         ({"kv_dtype": "int8"}, "bfloat16, float32"),
