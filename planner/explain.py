@@ -60,22 +60,22 @@ def explain_block(plan: "Plan", block: int) -> str:
     lines.append(f"  floor     {floor} bits at stage {plan.stage}{advice}")
     bottom = np.minimum(level, 0 if plan.floor is None else table.level(plan.floor))
     top = np.full(table.blocks, len(table.widths) - 1)
-    lines.append("  down      " + _rank(plan, level, bottom, block, "first to be demoted next"))
-    lines.append("  up        " + _rank(plan, level, top, block, "first to rise"))
+    lines.append("  down      " + _rank(plan, level, bottom, block, down=True))
+    lines.append("  up        " + _rank(plan, level, top, block, down=False))
     return "\n".join(lines)
 
 
-def _rank(plan: "Plan", level: np.ndarray, end: np.ndarray, block: int, first: str) -> str:
+def _rank(plan: "Plan", level: np.ndarray, end: np.ndarray, block: int, down: bool) -> str:
     """Where the block's next move stands among those of all blocks, by damage a page."""
     steps = hull(plan.damages, plan.table.pages, level, end)
     blocks, index = np.unique(steps.block, return_index=True)
     order = blocks[np.argsort(index, kind="stable")]
     found = np.flatnonzero(order == block)
     if not found.size:
-        return f"no move: it is at its {'floor' if (end <= level).all() else 'best'}"
+        return f"no move: it is at its {'floor' if down else 'best'}"
     i = int(index[blocks == block][0])
-    rate = float(steps.rate[i]) * (1 if (end <= level).all() else -1)
+    rate = float(steps.rate[i]) * (1 if down else -1)
     return (
         f"to {plan.table.widths[int(steps.to[i])]} bits, {int(steps.pages[i])} pages at {rate:.4g} damage a page: "
-        f"rank {int(found[0]) + 1} of {len(order)} (1 is the {first})"
+        f"rank {int(found[0]) + 1} of {len(order)} (1 is the first to {'be demoted next' if down else 'rise'})"
     )

@@ -169,6 +169,7 @@ def test_damage_is_the_error_along_the_gradient(toy, result):
             assert measured.counts.sum() == measured.tokens and (measured.counts > 0).sum() <= len(CHOSEN)
 
 
+@pytest.mark.slow
 def test_a_small_change_costs_what_damage_says(toy, truth, result):
     """The loss of a window moves by the error along the gradient: damage is half its square."""
     layers = jax.tree.map(jnp.asarray, toy.layers)

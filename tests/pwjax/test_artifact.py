@@ -88,8 +88,8 @@ def test_table_is_ready_for_the_planner(made):
     assert np.allclose(table.routing_mass.sum(axis=1), 1)
     assert (table.damage[:, 0] > table.damage[:, 4]).all() and (table.damage[:, :5] > 0).all()
     assert set(table.params) == {40 * 32, 32 * 20}
-    with pytest.raises(ArtifactError, match="no damage table 'output'; it has paper"):
-        Artifact.open(made).table("output")
+    with pytest.raises(ArtifactError, match="no damage table 'hessian'; it has directional"):
+        Artifact.open(made).table("hessian")
 
 
 def test_calibration_names_the_table_that_the_planner_takes(copy):
@@ -130,7 +130,8 @@ def test_calibration_names_the_table_that_the_planner_takes(copy):
 def test_manifest_names_no_machine_and_reports_errors(made):
     manifest = json.loads((made / "manifest.json").read_text())
     calibration = manifest["calibration"]
-    assert calibration["damage"] == ["paper"] and calibration["windows"] == 3
+    assert calibration["damage"][0] == calibration["default"] == "directional"
+    assert {"paper", "output", "output@4"} < set(calibration["damage"]) and calibration["windows"] == 3
     assert len(calibration["report"]) == 6 and calibration["report"][0]["relative_error"]["6"] < 1e-2
     assert str(made.parent) not in json.dumps(manifest)
     assert set(manifest["files"]) == set(contents(made)) - {"manifest.json"}

@@ -193,6 +193,7 @@ def test_quantizing_a_checkpoint_on_disk_holds_one_layer(tmp_path, folder, param
     assert (made / "manifest.json").read_bytes() == (wanted / "manifest.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_calibrating_a_checkpoint_on_disk(tmp_path, folder, params):
     tokens = np.random.default_rng(0).integers(0, 30, (2, 12))
     wanted = quantize(params, CONFIG, tmp_path / "whole", text=tokens, bits="2-3")

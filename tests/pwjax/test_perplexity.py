@@ -19,7 +19,7 @@ from pwjax.engine.text import Tokenizer
 from pwjax.errors import ArtifactError, BudgetError, PWJaxError, UsageError
 from pwjax.evaluate import Document, Perplexity, Scorer, heldout_documents, measure_perplexity, read_documents
 from pwjax.evaluate.texts import HELDOUT_MODULES
-from pwjax.evaluate.windows import Tokens, cut, tokenize
+from pwjax.evaluate.windows import Tokens, cut, leading_bos, tokenize
 from pwjax.models import next_token_nll
 from pwjax.quantization import quantize
 
@@ -151,13 +151,11 @@ def test_budget_is_kept_and_the_smallest_is_exact(tiny_artifact):
 
 
 def test_bos_is_used_where_the_tokenizer_adds_it(tiny_artifact, tokenizer):
-    from pwjax.evaluate.perplexity import _bos
-
-    assert _bos(tokenizer) is None
+    assert leading_bos(tokenizer) is None
     backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
     backend.post_processor = tokenizers.processors.TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", 0)])
-    assert _bos(Tokenizer(backend, 0)) == 0
-    assert _bos(Tokenizer(backend, None)) is None
+    assert leading_bos(Tokenizer(backend, 0)) == 0
+    assert leading_bos(Tokenizer(backend, None)) is None
 
 
 # Texts and the command line

@@ -88,6 +88,7 @@ def test_half_and_float_trees_are_stored_as_bfloat16(tmp_path, params):
         quantize({**params, "norm": {"scale": np.ones(16, int)}}, CONFIG, tmp_path / "p")
 
 
+@pytest.mark.slow
 def test_text_with_a_tokenizer_directory(tmp_path, params, tokenizer):
     folder = tmp_path / "hf"
     folder.mkdir()
