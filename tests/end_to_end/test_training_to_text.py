@@ -35,4 +35,4 @@ def test_no_hugging_face_files(ran):
     folder = ran[0]
     assert not list(folder.rglob("config.json")) and not list(folder.rglob("model.safetensors"))
     artifact = Artifact.open(folder / "model.pw")
-    assert artifact.verify() == [] and artifact.manifest["calibration"]["damage"] == ["paper"]
+    assert artifact.verify() == [] and artifact.manifest["calibration"]["default"] == "directional"
