@@ -60,7 +60,8 @@ def greedy_plan(table: BlockTable, damage: np.ndarray, pages: int, rng: np.rando
     """
     quantized = [j for j, b in enumerate(table.widths) if b != 16]
     widths = tuple(table.widths[j] for j in quantized)
-    part = replace(table, widths=widths, damage=damage[:, quantized], pages=table.pages[:, quantized])
+    # Predictions are of average text, so no prompt residual is wanted; its heads would be for all widths.
+    part = replace(table, widths=widths, damage=damage[:, quantized], pages=table.pages[:, quantized], heads=None)
     level = part.level(fit(part, pages).bits)
     rows = np.arange(part.blocks)
     left = pages - int(part.pages[rows, level].sum())
