@@ -6,7 +6,8 @@ earlier observations.
 """
 
 from dataclasses import fields
-from typing import Any
+from types import UnionType
+from typing import Any, get_args
 
 from planner.baselines import HotnessPolicy, RandomPolicy, StaticPolicy, UniformDynamicPolicy, UniformPolicy
 from planner.default import DefaultPolicy
@@ -30,7 +31,7 @@ def get_policy(name: str, **options) -> Policy:
     if name not in POLICIES:
         raise ValueError(f"unknown policy {name!r}; choose from {', '.join(POLICIES)}")
     kind = POLICIES[name]
-    types = {f.name: str(f.type) for f in fields(kind)}
+    types = {f.name: f.type for f in fields(kind)}
     for part in filter(None, text.split(",")):
         key, _, value = part.partition("=")
         options[key] = _parsed(name, key, value, types[key]) if key in types else None
@@ -42,16 +43,17 @@ def get_policy(name: str, **options) -> Policy:
     return kind(**options)
 
 
-def _parsed(name: str, key: str, value: str, kind: str) -> Any:
-    """The value of an option in a string. ``kind``: the annotation of its field."""
+def _parsed(name: str, key: str, value: str, annotation: Any) -> Any:
+    """The value of an option in a string. ``annotation``: that of its field, a type or a union of types."""
+    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     try:
-        if "bool" in kind:
+        if bool in kinds:
             return {"on": True, "off": False}[value]
-        if "int" in kind and value.lstrip("-").isdigit():
+        if int in kinds and value.lstrip("-").isdigit():
             return int(value)
-        if "float" in kind:
+        if float in kinds:
             return float(value)
     except (KeyError, ValueError):
         pass
-    allowed = "on or off" if "bool" in kind else "a number" if "int" in kind or "float" in kind else "set from Python"
+    allowed = "on or off" if bool in kinds else "a number" if {int, float} & set(kinds) else "set from Python"
     raise ValueError(f"policy {name!r}: option {key} must be {allowed}, got {value!r}")

@@ -286,6 +286,8 @@ def test_unknown_names_and_options_are_explained():
         get_policy("default:residence=1.5")
     with pytest.raises(ValueError, match="option floors must be set from Python"):
         get_policy("default:floors=1")
+    with pytest.raises(ValueError, match="option quantiles must be set from Python, got '0.5'"):
+        get_policy("paper:quantiles=0.5")
     with pytest.raises(ValueError, match="no option speed; it takes thresholds"):
         get_policy("default:speed=1")
     assert get_policy("default:residence=3,ceiling=0.5,depth=2").depth == 2
