@@ -105,6 +105,9 @@ class AnyPrecisionPack:
                 if param not in EXPERTS and stem + _CODES not in self._shapes:
                     wanted[part.name] = part.shape
                     continue
+                if len(part.shape) != 2:
+                    shape = list(part.shape)
+                    return [f"{stem} is one tensor of {shape}, and packs hold matrices, those of experts one by one"]
                 rows, cols = part.shape
                 if cols % 32:
                     return [f"{stem} has {cols} columns, and packs hold multiples of 32"]

@@ -13,6 +13,7 @@ from pwjax.checkpoints.hf import load_hf, save_hf
 from pwjax.cli.quantize import command
 from pwjax.errors import CheckpointError
 from pwjax.importing import import_pack
+from pwjax.presets import preset
 
 WIDTHS = (3, 4, 5)
 QUANTIZED = re.compile(r".*(experts\.\d+\.\w+_proj|self_attn\.[qo]_proj)\.weight$")
@@ -129,5 +130,13 @@ def test_broken_packs_are_told_in_a_sentence(made, tmp_path):
     ):
         with pytest.raises(CheckpointError, match=re.escape(words)):
             attempt(change, **facts)
+    # All experts of a Gemma layer are one tensor, which packs have no form for.
+    fused = tmp_path / "fused"
+    fused.mkdir()
+    save_file({"model.norm.weight": np.ones(4, np.float16)}, fused / "model.safetensors")
+    gemma = {**preset("gemma-4-26b-a4b").to_hf(), "anyprec": config["anyprec"]}
+    (fused / "config.json").write_text(json.dumps(gemma))
+    with pytest.raises(CheckpointError, match=r"experts\.\w+_proj is one tensor of \[128, .*, and packs hold matrices"):
+        import_pack(fused, fused / "out.pw")
     result = CliRunner().invoke(command, [str(pack), str(tmp_path / "x.pw"), "--bits", "2-6"])
     assert result.exit_code != 0 and "--bits" in str(result.exception)
