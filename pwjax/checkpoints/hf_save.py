@@ -46,6 +46,10 @@ def save_hf(
     files; what is not there of ``tokenizer_config.json`` and ``generation_config.json`` is made. ``progress(tensors,
     all tensors)``. Tensors of more than ``shard_bytes`` together go to several files with an index.
 
+    What is read back has an equal config. Gemma scales embeddings by a root that the type in ``config.json`` rounds, so
+    that the type stays where ``dtype`` would change the root: transformers then loads float32 tensors as bfloat16
+    unless it is told another type, and told float32 it scales by a root that is not rounded.
+
     Written beside ``path`` and renamed when whole. Raises CheckpointError where ``path`` is taken, the tree does not
     fit the config, the tokenizer has more entries than the model, or the disk is full.
     """
@@ -143,8 +147,9 @@ def _side_files(config: ModelConfig, tokenizer: str | os.PathLike | None, dtype:
             generation["bos_token_id"] = config.bos_token_id
         files.setdefault(GENERATION, _json(generation))
     described = config.to_hf()
-    if dtype != "bfloat16":
-        described["torch_dtype"] = dtype  # what transformers loads it as
+    typed = {**described, "torch_dtype": dtype}  # what transformers loads it as
+    if dtype != "bfloat16" and ModelConfig.from_hf(typed) == ModelConfig.from_hf(described):
+        described = typed
     return {CONFIG: _json(described), **files}
 
 

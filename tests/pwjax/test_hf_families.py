@@ -100,6 +100,18 @@ def test_round_trip(folder, config, params):
     assert set(last) == {name for name in names if not name.startswith(other)}
 
 
+@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", ["gemma4"], indirect=True)
+def test_no_type_of_tensors_changes_the_scale_of_embeddings(tmp_path, family, dtype, stored):
+    # The root of 24 is 4.898979, in bfloat16 4.90625.
+    config = ModelConfig.from_hf({**CONFIGS[family], "hidden_size": 24, "torch_dtype": stored})
+    params = {name: np.ones(shape, np.float32) for name, shape in param_shapes(config).items()}
+    again, _ = load_hf(save_hf(tmp_path / "hf", config, unflatten(params), dtype=dtype), print, np.float32)
+    assert again == config and again.embed_scale == (4.90625 if stored == "bfloat16" else float(np.float32(24**0.5)))
+    assert tensors_of(tmp_path / "hf")["model.norm.weight"].dtype == dtype
+
+
 def test_names_of_the_hub(folder, family, params):
     tensors = tensors_of(folder)
     gate_up, down = params["layers/experts/gate_up"][1], params["layers/experts/down"][1]
