@@ -55,13 +55,18 @@ def target_pages(table: BlockTable, mean_bits: float) -> int:
 def greedy_plan(table: BlockTable, damage: np.ndarray, pages: int, rng: np.random.Generator) -> np.ndarray:
     """Bits int[n] of the best plan under ``damage`` float64[n, B] that holds ``pages``, quantized widths only.
 
+    ``damage`` is that of a served token, whatever the table's own is: of ``table`` only the pages count.
     What the greedy leaves over goes to blocks in random order, so that plans are equal to the page where the sizes of
     steps allow it.
     """
     quantized = [j for j, b in enumerate(table.widths) if b != 16]
     widths = tuple(table.widths[j] for j in quantized)
-    # Predictions are of average text, so no prompt residual is wanted; its heads would be for all widths.
-    part = replace(table, widths=widths, damage=damage[:, quantized], pages=table.pages[:, quantized], heads=None)
+    # Routing is inside ``damage``: the table of a conditional form would count it once more. Predictions are of average
+    # text, so no prompt residual is wanted; its heads would be for all widths.
+    part = replace(
+        table, widths=widths, damage=damage[:, quantized], conditional=False, pages=table.pages[:, quantized],
+        heads=None,
+    )  # fmt: skip
     level = part.level(fit(part, pages).bits)
     rows = np.arange(part.blocks)
     left = pages - int(part.pages[rows, level].sum())
@@ -80,7 +85,7 @@ def greedy_plan(table: BlockTable, damage: np.ndarray, pages: int, rng: np.rando
 def mixed_plans(
     table: BlockTable, damage: Mapping[str, np.ndarray], mean_bits: float, count: int, seed: int
 ) -> list[SampledPlan]:
-    """``count`` plans of equal pages at ``mean_bits``; ``damage`` float64[n, B] by form, expected per served token."""
+    """``count`` plans of equal pages at ``mean_bits``; ``damage`` float64[n, B] by form, of a served token."""
     rng = np.random.default_rng([seed, round(mean_bits * 1000)])
     pages = target_pages(table, mean_bits)
     halving = table.params[:, None] * 4.0 ** -np.array(table.widths)

@@ -51,8 +51,8 @@ def check_truth(
 ) -> dict:
     """Run the check and return the ``truth`` part of a report, JSON-ready.
 
-    ``tables`` by form, their damage expected per served token; equal but for it. ``measurements``: a file that lets a
-    stopped check go on. UsageError, ArtifactError.
+    ``tables`` by form, equal but for their damage, be it of a routed or of a served token. ``measurements``: a file
+    that lets a stopped check go on. UsageError, ArtifactError.
     """
     if artifact.tokenizer_path is None:
         raise ArtifactError(f"{artifact.path} has no tokenizer.json, so text cannot be scored")
@@ -64,7 +64,7 @@ def check_truth(
     table = next(iter(tables.values()))
     others = table.widths[-1]
     levels = [m for m in mean_bits if table.widths[0] <= m <= max(b for b in table.widths if b != 16)]
-    damage = {form: t.damage for form, t in tables.items()}
+    damage = {form: t.expected for form, t in tables.items()}
 
     single = single_changes(table, changes, seed, others)
     mixed = {m: mixed_plans(table, damage, m, plans, seed) for m in levels}

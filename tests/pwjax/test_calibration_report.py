@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,8 +34,8 @@ def measured(monkeypatch, tiny_artifact):
     return asked
 
 
-def check(artifact, documents, path, **settings):
-    tables = calibration_report.forms(artifact)
+def check(artifact, documents, path=None, tables=None, **settings):
+    tables = tables or calibration_report.forms(artifact)
     small = dict(changes=20, plans=12, mean_bits=(3, 3.5), heldout_tokens=128, window=16) | settings
     return truth.check_truth(artifact, tables, documents, measurements=path, **small)
 
@@ -62,6 +63,24 @@ def test_a_true_table_is_found_true_and_the_report_says_so(tiny_artifact, docume
     assert report["decisive"]["blocks"][0]["block"] in text
     for name in files[2:]:
         assert f"({name.name})" in text and name.stat().st_size > 5000
+
+
+def test_a_form_of_routed_tokens_is_checked_as_its_twin_of_served_ones(tiny_artifact, documents, measured):
+    artifact = Artifact.open(tiny_artifact)
+    table = artifact.table()
+    # Powers of two, so that dividing by them and multiplying again is exact.
+    rate = 2.0 ** np.random.default_rng(1).integers(-2, 3, table.routing_mass.shape)
+    served = replace(table, routing_rate=rate, conditional=False)
+    routed = replace(served, damage=served.damage / rate.repeat(2)[:, None], conditional=True)
+    found, plans = [], []
+    for pair in ((served, served), (served, routed), (routed, served), (routed, routed)):
+        found.append(check(artifact, documents, tables=dict(zip(("one", "two"), pair, strict=True))))
+        plans.append(np.array(measured))
+        measured.clear()
+    assert all((p.shape == plans[0].shape and (p == plans[0]).all()) for p in plans) and len(plans[0]) > 40
+    assert all(f == found[0] for f in found)
+    for level in found[0]["planned"].values():
+        assert level["one"] == level["two"]
 
 
 def test_a_stopped_check_goes_on_and_gives_the_same(tiny_artifact, documents, measured, tmp_path):

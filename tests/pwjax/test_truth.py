@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -35,6 +36,20 @@ def test_mixed_plans_hold_equal_pages_and_span_a_range(table):
         assert {p.recipe.split(",")[0] for p in plans} == {"paper", "hotness", "layers", "random"}
         again = mixed_plans(table, {"paper": table.damage}, mean_bits, 24, seed=3)
         assert all((a.bits == b.bits).all() for a, b in zip(plans, again, strict=True))
+
+
+def test_routing_counts_once_whether_damage_is_of_a_routed_or_of_a_served_token(table):
+    # Powers of two, so that dividing by them and multiplying again is exact.
+    rate = 2.0 ** np.random.default_rng(1).integers(-2, 3, (3, 4))
+    served = replace(table, routing_rate=rate)
+    routed = replace(served, damage=table.damage / rate.repeat(2)[:, None], conditional=True)
+    assert (routed.damage != served.damage).any() and (routed.expected == served.expected).all()
+    for mean_bits in (3, 3.5):
+        pages = target_pages(table, mean_bits)
+        best = [greedy_plan(t, t.expected, pages, np.random.default_rng(0)) for t in (served, routed)]
+        assert (best[0] == best[1]).all() and routed.total_damage(best[0]) == served.total_damage(best[0])
+        sets = [mixed_plans(t, {"form": t.expected}, mean_bits, 24, seed=3) for t in (served, routed)]
+        assert all((a.bits == b.bits).all() and a.recipe == b.recipe for a, b in zip(*sets, strict=True))
 
 
 def test_single_changes_are_distinct_and_at_most_all(table):
