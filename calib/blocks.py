@@ -5,7 +5,6 @@ Matrix 0 is ``gate_up``, 1 is ``down``; R routed tokens, B widths, H hidden size
 routed token: half the mean square of the output error along loss gradients (see :mod:`calib.stream`).
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -96,12 +95,10 @@ def measure(
     exact: tuple,
     point: tuple,
     widths: tuple,
-    observe: Callable[[int, int, Rows, PieceErrors], None] | None = None,
 ) -> Measured:
     """Damage of both blocks of ``expert`` at every width over all of its tokens.
 
-    ``exact``, ``point``, ``widths`` as in :func:`piece_errors`. ``observe(layer, expert, rows, errors)`` sees
-    every piece: inputs, gates, gradients, sequences and damage of single tokens.
+    ``exact``, ``point``, ``widths`` as in :func:`piece_errors`.
     """
     sequences, shape = int(trace.sequences[-1]) + 1, (len(FORMS), 2, len(widths[0]))
     exact, point, widths = jax.tree.map(jnp.asarray, (exact, point, widths))
@@ -121,8 +118,6 @@ def measure(
             sums = np.stack([gate, gate * norm, gate * norm**2], -1).sum(1)
             np.add.at(norms[:, matrix, :3], rows.sequence[filled], sums[filled])
             np.maximum.at(norms[:, matrix, 3], rows.sequence[filled], norm.max(1)[filled])
-        if observe is not None:
-            observe(trace.layer, expert, rows, errors)
     return Measured(
         counts.sum(), by_sequence.sum(0), square, counts, by_sequence, moments, norms, *map(np.asarray, energy)
     )

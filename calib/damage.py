@@ -4,8 +4,6 @@ Blocks are rows ``(layer * experts + expert) * 2 + matrix``; L layers, E experts
 ``output`` and ``directional`` a routed token, ``paper`` a served one.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
 # Tokens of the layer's mean that every expert is given: one with 32 tokens of its own is half mean, half itself.
@@ -18,27 +16,18 @@ FEW_TOKENS = 32
 OUTLIER = 3.0
 
 
-class Sums(NamedTuple):
-    """Of one form and operating point: ``tokens`` int64[L, E]; ``total`` and ``square`` float64[L, E, 2, B], sums over
-    routed tokens of the damage and its square."""
-
-    tokens: np.ndarray
-    total: np.ndarray
-    square: np.ndarray
-
-
-def conditional_table(sums: Sums) -> np.ndarray:
+def conditional_table(tokens: np.ndarray, total: np.ndarray, square: np.ndarray) -> np.ndarray:
     """Mean damage float64[n, B] of a routed token, finite for every expert and never growing with bits.
 
+    ``tokens`` int64[L, E]; ``total`` and ``square`` float64[L, E, 2, B]: sums over them of the damage and its square.
     The mean of an expert is drawn to the mean of its layer as if it had PSEUDO_TOKENS of that one, and MARGIN standard
     errors are added, so few tokens make a block look worse, never better.
     """
-    tokens = sums.tokens[:, :, None, None].astype(np.float64)
-    pooled = lambda total: total.sum(1, keepdims=True) / np.maximum(tokens.sum(1, keepdims=True), 1)  # noqa: E731
-    weight = tokens + PSEUDO_TOKENS
-    mean = (sums.total + PSEUDO_TOKENS * pooled(sums.total)) / weight
-    square = (sums.square + PSEUDO_TOKENS * pooled(sums.square)) / weight
-    error = np.sqrt(np.maximum(square - mean**2, 0) / weight)
+    count = tokens[:, :, None, None].astype(np.float64)
+    pooled = lambda sums: sums.sum(1, keepdims=True) / np.maximum(count.sum(1, keepdims=True), 1)  # noqa: E731
+    weight = count + PSEUDO_TOKENS
+    mean, mean_square = ((sums + PSEUDO_TOKENS * pooled(sums)) / weight for sums in (total, square))
+    error = np.sqrt(np.maximum(mean_square - mean**2, 0) / weight)
     table = np.minimum.accumulate(mean + MARGIN * error, axis=-1)
     return table.reshape(-1, table.shape[-1])
 

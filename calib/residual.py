@@ -73,10 +73,10 @@ class Heads(NamedTuple):
     high: np.ndarray
     held_out_r2: np.ndarray
 
-    def factor(self, features: np.ndarray, alpha: float = 1.0) -> np.ndarray:
-        """``eta`` float64[..., 2, B-1] of ``features`` float64[..., 2, B-1 or 1, F]."""
+    def factor(self, features: np.ndarray) -> np.ndarray:
+        """``eta`` float64[..., 2, B-1] of ``features`` float64[..., 2, B-1 or 1, F], alpha 1."""
         rho = (features * self.weights).sum(-1)
-        return np.exp(alpha * self.confidence * np.clip(rho, self.low, self.high))
+        return np.exp(self.confidence * np.clip(rho, self.low, self.high))
 
 
 def transitions(sums: np.ndarray, tokens: np.ndarray) -> np.ndarray:

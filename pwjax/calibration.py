@@ -5,10 +5,10 @@ backward, layer by layer: as it is (importance of weights, routing), and with al
 (damage of a block at every width while the others are at 6, or at 4 bits). Results are kept in a folder layer by layer,
 so interrupted work goes on where it was.
 
-For a model that is quantized already, :func:`calibrate` does all of it from the artifact's own 16-bit pages, and
-:func:`pwjax.checkpoints.tables.write_tables` puts the new tables in its place. ``Calibrated.sequences`` has what a
-prompt residual is fitted to: damage and input norms of every block in every single window; ``observe`` sees the routed
-tokens themselves.
+For a model that is quantized already, :func:`calibrate` does all of it from the artifact's own 16-bit pages,
+:func:`pwjax.checkpoints.tables.write_tables` puts the new tables in its place, and :func:`discard` then drops the work.
+``Calibrated.sequences`` has what a prompt residual is fitted to: damage and input norms of every block in every single
+window.
 """
 
 import hashlib
@@ -23,10 +23,9 @@ import numpy as np
 
 from calib import damage
 from calib.anyprecision import dequantize
-from calib.blocks import FORMS, Importance, Measured, PieceErrors, importance, measure, second_moments
+from calib.blocks import FORMS, Importance, Measured, importance, measure, second_moments
 from calib.refine import shrunk
 from calib.residual import residual
-from calib.rows import Rows
 from calib.sensitivity import column_weights, paper_damage, unrouted_importance
 from calib.stream import Routing, Stream, save_array
 from calib.text import choose
@@ -54,8 +53,6 @@ POINTS = (6, 4)
 # The damage form whose deviation from the average the prompt residual predicts.
 RESIDUAL_FORM = "output"
 
-# Called with (operating point, layer, expert, rows, errors) for every piece of an expert's routed tokens.
-Observe = Callable[[int, int, int, Rows, PieceErrors], None]
 Pair = tuple[np.ndarray, np.ndarray]
 Paper = Callable[[int, int, Pair, Importance], np.ndarray]
 
@@ -112,7 +109,7 @@ class Calibration:
         save_array(folder / "losses.npy", stream.losses())
         _finish(folder)
 
-    def run_point(self, bits: int, experts: CodedExperts, observe: Observe | None = None) -> None:
+    def run_point(self, bits: int, experts: CodedExperts) -> None:
         """Measure the damage of every block while all others run at ``bits``."""
         folder = self.folder / f"point_{bits}"
         if (folder / "done").exists():
@@ -120,10 +117,9 @@ class Calibration:
         windows = self.text.windows.tokens[self.chosen]
         stream = self._stream(experts.at(self.source, bits), windows, folder / "stream", f"{bits} bits")
         stream.forward()
-        see = None if observe is None else lambda *seen: observe(bits, *seen)
         for trace in self._backward(stream, np.arange(len(windows))):
             found = [
-                measure(stream.model.functions, trace, expert, exact, *_ladder(experts, trace.layer, expert, bits), see)
+                measure(stream.model.functions, trace, expert, exact, *_ladder(experts, trace.layer, expert, bits))
                 for expert, exact in self._experts(trace.layer)
             ]
             merged = Measured(*map(np.stack, zip(*found, strict=True)))
@@ -179,7 +175,7 @@ class Calibration:
         sequences = {b: Measured(*(self._layers(f"point_{b}", name) for name in Measured._fields)) for b in points}
         of_form: dict[str, dict[int, np.ndarray]] = {
             form: {
-                b: damage.conditional_table(damage.Sums(m.tokens, m.total[:, :, f], m.square[:, :, f]))
+                b: damage.conditional_table(m.tokens, m.total[:, :, f], m.square[:, :, f])
                 for b, m in sequences.items()
             }
             for f, form in enumerate(FORMS)
@@ -277,22 +273,20 @@ def calibrate(
     seed: int = 0,
     progress: Progress = silent,
     note: Callable[[str], None] = lambda text: None,
-    observe: Observe | None = None,
 ) -> Calibrated:
     """Calibrate the quantized model at ``path`` anew, from its own 16-bit pages and codes; it is not changed.
 
     ``text``, ``tokenizer`` (None: the artifact's own) and the rest as in
     :func:`pwjax.calibration_text.calibration_text`. ``note`` is told beforehand how much memory and disk it takes at
-    most. Interrupted work is kept in a directory beside the artifact and
-    goes on when called with the same arguments; ``observe`` then misses the layers that are done. ArtifactError where
-    the artifact has no 16-bit pages.
+    most. The work is kept in a directory beside the artifact until :func:`discard`, so that it goes on after any kill
+    when called with the same arguments. ArtifactError where the artifact has no 16-bit pages.
     """
     artifact = Artifact.open(path)
     geometry, config = artifact.geometry, artifact.config
     if not geometry.fallback:
         raise ArtifactError(f"{path} has no 16-bit pages to compare with: calibrate it while quantizing, or keep them")
     made = calibration_text(text, config, tokenizer or artifact.tokenizer_path, tokens, sequence_length, weights, seed)
-    folder = Path(path).absolute().with_name(Path(path).name + ".calibrating")
+    folder = _folder(path)
     note(needs(config, made, geometry.widths, importance=False))
     _bind(folder, artifact, made)
     points = operating_points(geometry.widths)
@@ -305,11 +299,18 @@ def calibrate(
 
         calibration.run_original(paper)
         for bits in points:
-            calibration.run_point(bits, experts, observe)
+            calibration.run_point(bits, experts)
         table = _fill_unrouted(calibration, experts)
-    done = calibration.finish(table, geometry.widths, points, geometry.fallback)
-    shutil.rmtree(folder)
-    return done
+    return calibration.finish(table, geometry.widths, points, geometry.fallback)
+
+
+def discard(path: str | os.PathLike) -> None:
+    """Drop what :func:`calibrate` keeps beside ``path``: for when its tables are where they belong."""
+    shutil.rmtree(_folder(path), ignore_errors=True)
+
+
+def _folder(path: str | os.PathLike) -> Path:
+    return Path(path).absolute().with_name(Path(path).name + ".calibrating")
 
 
 def _fill_unrouted(calibration: Calibration, experts: CodedExperts) -> np.ndarray:

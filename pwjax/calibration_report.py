@@ -14,7 +14,6 @@ from pwjax.calibration_text import Text
 from pwjax.checkpoints.artifact import Artifact
 from pwjax.checkpoints.manifest import dumps
 from pwjax.checkpoints.tables import write_tables
-from pwjax.progress import Progress, silent
 
 # Blocks that are named one by one.
 NAMED = 20
@@ -28,14 +27,13 @@ def forms(artifact: Artifact) -> dict[str, BlockTable]:
     return {name: artifact.table(name) for name in sorted(names, key=lambda name: name != default)}
 
 
-def recalibrate(
-    path: Path, text: Text, *, tokens: int, sequence_length: int, seed: int = 0, progress: Progress = silent
-) -> dict:
+def recalibrate(path: Path, text: Text, **arguments: Any) -> dict:
     """Write new tables into the artifact at ``path``, and return the ``residual`` part of a report.
 
-    Arguments as in :func:`pwjax.calibration.calibrate`. Heads of the prompt residual are written where they help.
+    Arguments as in :func:`pwjax.calibration.calibrate`, whose work stays until ``calibration.discard``: called again
+    with the same ones this takes no time. Heads of the prompt residual are written where they help.
     """
-    made = calibrate(path, text, tokens=tokens, sequence_length=sequence_length, seed=seed, progress=progress)
+    made = calibrate(path, text, **arguments)
     write_tables(path, made.tables, made.summary)
     return made.residual
 

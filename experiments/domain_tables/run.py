@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from calib.agreement import bootstrap, spearman
-from pwjax.calibration import calibrate
+from pwjax.calibration import discard
+from pwjax.calibration_report import recalibrate
 from pwjax.checkpoints.artifact import Artifact
-from pwjax.checkpoints.tables import write_tables
 from pwjax.engine.text import Tokenizer
 from pwjax.environment import enable_compile_cache, versions
 from pwjax.evaluate import read_documents
@@ -41,10 +41,10 @@ def calibrated(model: Path, folder: Path, texts: list[Path], tokens: int, seed: 
     if not done.exists():
         shutil.copytree(model, folder / "model.pw", dirs_exist_ok=True)
         bars = Bars()
-        made = calibrate(folder / "model.pw", texts, tokens=tokens, seed=seed, progress=bars)
+        recalibrate(folder / "model.pw", texts, tokens=tokens, seed=seed, progress=bars)
         bars.close()
-        write_tables(folder / "model.pw", made.tables, made.summary)
         done.touch()
+        discard(folder / "model.pw")
     return Artifact.open(folder / "model.pw")
 
 

@@ -18,6 +18,7 @@ from planner.tables import BlockTable
 from pwjax.checkpoints import manifest as manifests
 from pwjax.checkpoints.lazy import LayerStack
 from pwjax.checkpoints.source import ParamSource
+from pwjax.checkpoints.tables import finish_write
 from pwjax.checkpoints.tree import EXPERTS, dense_shapes, name_all, param_shapes, shape_problems, unflatten
 from pwjax.config import ModelConfig
 from pwjax.errors import ArtifactError
@@ -44,6 +45,7 @@ class Artifact:
         are read, or by :meth:`verify`.
         """
         path = Path(path)
+        finish_write(path)
         manifest, config, geometry = manifests.read(path)
         artifact = cls(path, config, geometry, manifest)
         problems = artifact._file_problems()

@@ -64,21 +64,28 @@ def command(
     if check_only and (text or tokens or sequence_length):
         raise UsageError("--check-only keeps the tables of the model: leave out --text, --tokens and --sequence-length")
     from pwjax import calibration_report, environment
+    from pwjax.calibration import discard
     from pwjax.calibration_text import SEQUENCE_LENGTH, TOKENS
     from pwjax.checkpoints.artifact import Artifact
     from pwjax.evaluate import heldout_documents, read_documents
     from pwjax.evaluate.truth import check_truth
 
     environment.enable_compile_cache()
-    modules = [] if text and heldout else heldout_documents()
-    if not quiet and not text and not check_only:
-        click.echo(NO_TEXT, err=True)
+    wanted = (not check_only and not text) or (truth and not heldout)
+    modules = heldout_documents() if wanted else []
+
+    def note(sentence: str) -> None:
+        if not quiet:
+            click.echo(sentence, err=True)
+
+    if not text and not check_only:
+        note(NO_TEXT)
     residual, found, bars = None, None, Bars(False if quiet else None)
     try:
         if not check_only:
             residual = calibration_report.recalibrate(
                 out, list(text) or [document.text for document in modules[::2]], tokens=tokens or TOKENS,
-                sequence_length=sequence_length or SEQUENCE_LENGTH, seed=seed, progress=bars,
+                sequence_length=sequence_length or SEQUENCE_LENGTH, seed=seed, progress=bars, note=note,
             )  # fmt: skip
         artifact = Artifact.open(out)
         if truth:
@@ -96,6 +103,8 @@ def command(
         bars.close()
     report = calibration_report.build(artifact, found, residual)
     files = calibration_report.write(report, report_file)
+    if not check_only:
+        discard(out)
     if as_json:
         click.echo(json.dumps(report))
     elif not quiet:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from pwjax.checkpoints.artifact import Artifact
 from pwjax.cli import main
+from pwjax.errors import UsageError
 
 
 @pytest.fixture
@@ -32,12 +34,23 @@ def run(model, *arguments) -> int:
     )
 
 
+def interrupt(*_arguments, **_settings):
+    raise KeyboardInterrupt
+
+
 @pytest.mark.slow
-def test_calibrate_replaces_tables_checks_them_and_is_repeatable(model, tmp_path):
+def test_calibrate_replaces_tables_checks_them_and_is_repeatable(model, tmp_path, monkeypatch):
+    work = model.with_name("tiny.pw.calibrating")
     texts = ["--text", tmp_path / "prose.txt", "--text", tmp_path / "code.txt", "--heldout", tmp_path / "held.txt"]
     sizes = ["--tokens", 768, "--sequence-length", 32, "--changes", 12, "--plans", 8, "--heldout-tokens", 256]
     before = digests(model)
-    assert run(model, *texts, *sizes) == 0
+    # Interrupted while it is checked: the calibration stays and is not done again.
+    monkeypatch.setattr("pwjax.evaluate.truth.check_truth", interrupt)
+    assert run(model, *texts, *sizes) == 130 and work.is_dir()
+    monkeypatch.undo()
+    monkeypatch.setattr("calib.stream._backward", interrupt)
+    assert run(model, *texts, *sizes) == 0 and not work.exists()
+    monkeypatch.undo()
     after = digests(model)
     changed = {name for name in after if before.get(name) != after[name]}
     assert changed == {"manifest.json", "calibration/tables.safetensors"} and not Artifact.open(model).verify()
@@ -69,3 +82,22 @@ def test_what_cannot_be_calibrated_is_told_in_a_sentence(model, tmp_path, capsys
     assert "there is no quantized model" in capsys.readouterr().err
     assert run(model, "--check-only", "--heldout", tmp_path / "empty.txt") == 2
     assert "empty.txt holds no text" in capsys.readouterr().err
+
+
+def test_memory_and_disk_are_told_before_anything_is_done(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("pwjax.calibration._bind", interrupt)
+    texts = ["--text", str(tmp_path / "prose.txt"), "--tokens", "64", "--sequence-length", "32"]
+    assert main(["calibrate", str(model), "--no-truth", *texts]) == 130
+    assert re.search(r"at most [\d.]+ \w+ of memory and [\d.]+ \w+ of disk", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("arguments", [["--no-truth"], ["--heldout", "held.txt", "--changes", "3", "--plans", "3"]])
+def test_a_python_without_sources_is_no_hindrance_where_texts_are_given(model, tmp_path, monkeypatch, arguments):
+    def missing():
+        raise UsageError("Python comes without the sources of its standard library")
+
+    monkeypatch.setattr("pwjax.evaluate.heldout_documents", missing)
+    monkeypatch.setattr("pwjax.evaluate.truth.check_truth", lambda *_, **__: None)
+    monkeypatch.chdir(tmp_path)
+    assert run(model, "--check-only", *arguments) == 0
+    assert run(model, "--check-only") == 2

@@ -1,5 +1,8 @@
 """Calibrating while quantizing and afterwards: the same tables, after any kill; experts that no token reached."""
 
+import errno
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from calib.anyprecision import dequantize, quantize_block
-from pwjax.calibration import calibrate
+from pwjax.calibration import calibrate, discard
 from pwjax.checkpoints.artifact import Artifact
 from pwjax.checkpoints.manifest import TABLES
 from pwjax.checkpoints.tables import write_tables
@@ -100,16 +103,64 @@ def test_an_artifact_is_calibrated_anew_to_the_same_tables(made, tmp_path):
         np.testing.assert_allclose(table, old[name], rtol=5e-3 if name == "damage/paper" else 0, err_msg=name)
     measured = again.sequences[4]
     assert measured.by_sequence.shape == (2, 4, 2, 2, 2, 5) and measured.norms.shape == (2, 4, 2, 2, 4)
-    assert not made.with_name("a.pw.calibrating").exists()
 
-    copy = tmp_path / "copy.pw"
-    for name, data in contents(made).items():
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        (copy / name).write_bytes(data)
+    # Until its tables are where they belong the work stays, and none of it is done twice.
+    work = made.with_name("a.pw.calibrating")
+    steps = []
+    kept = calibrate(made, **TEXT, progress=lambda *step: steps.append(step))
+    assert not steps and all((kept.tables[name] == table).all() for name, table in again.tables.items())
+    assert work.exists()
+    discard(made)
+    assert not work.exists()
+
+    copy = Path(shutil.copytree(made, tmp_path / "copy.pw"))
     write_tables(copy, {**again.tables, "more": np.ones(3)}, {**again.summary, "seed": 5})
     assert Artifact.open(copy).verify() == []
     facts = Artifact.open(copy).manifest["calibration"]
     assert facts["seed"] == 5 and facts["report"] == Artifact.open(made).manifest["calibration"]["report"]
+
+
+class Killed(BaseException):
+    """Stands for a process that is gone: no handler of errors sees it."""
+
+
+@pytest.mark.parametrize("renamed", [0, 1])
+def test_a_write_of_tables_that_is_killed_leaves_the_old_or_the_new_ones(made, tmp_path, monkeypatch, renamed):
+    copy = Path(shutil.copytree(made, tmp_path / "copy.pw"))
+    tables, replace = load_file(copy / TABLES), os.replace
+    left = [renamed]
+
+    def kill(*names):
+        if not left[0]:
+            raise Killed
+        left[0] -= 1
+        replace(*names)
+
+    monkeypatch.setattr(os, "replace", kill)
+    with pytest.raises(Killed):
+        write_tables(copy, tables | {"more": np.ones(3)}, {**Artifact.open(made).manifest["calibration"], "seed": 5})
+    monkeypatch.undo()
+    artifact = Artifact.open(copy)
+    assert artifact.verify() == [] and ("more" in artifact.calibration_tables()) == bool(renamed)
+    assert (artifact.manifest["calibration"]["seed"] == 5) == bool(renamed)
+    write_tables(copy, tables, artifact.manifest["calibration"])
+    assert Artifact.open(copy).verify() == [] and not list(copy.rglob("*.new"))
+
+
+def test_a_full_disk_leaves_the_old_tables(made, tmp_path, monkeypatch):
+    copy = Path(shutil.copytree(made, tmp_path / "copy.pw"))
+    before, sync, calls = contents(copy), os.fsync, []
+
+    def full(file):
+        calls.append(file)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ArtifactError, match=r"cannot write the tables of .*No space left"):
+        write_tables(copy, load_file(copy / TABLES), Artifact.open(copy).manifest["calibration"])
+    assert len(calls) == 2 and contents(copy) == before
 
 
 @pytest.mark.slow
