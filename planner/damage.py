@@ -57,7 +57,7 @@ def price(
         damage = damage * shift[:, None]
     if residual is not None and table.heads is not None and strength:
         eta = table.heads.factor(residual, strength)
-        damage = np.concatenate([_above(steps(damage) * eta, damage[:, -1:]), damage[:, -1:]], axis=1)
+        damage = above(steps(damage) * eta, damage[:, -1])
     return Prices(damage, shift, eta)
 
 
@@ -74,5 +74,10 @@ def even_damage(table: BlockTable, weight: np.ndarray | None = None) -> np.ndarr
     return (weight * table.params)[:, None] * error
 
 
-def _above(added: np.ndarray, rest: np.ndarray) -> np.ndarray:
-    return np.cumsum(added[:, ::-1], axis=1)[:, ::-1] + rest
+def above(added: np.ndarray, rest: np.ndarray) -> np.ndarray:
+    """Damage float64[n, B] whose :func:`steps` are ``added`` float64[n, B-1], from ``rest`` float64[n] at the top."""
+    damage = np.empty((len(added), added.shape[1] + 1), order="F")
+    damage[:, -1] = rest
+    for level in range(added.shape[1] - 1, -1, -1):
+        np.add(damage[:, level + 1], added[:, level], out=damage[:, level])
+    return damage

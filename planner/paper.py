@@ -17,8 +17,9 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from planner.damage import Prices, steps
+from planner.damage import Prices, above, steps
 from planner.floors import highest, staged
+from planner.hull import ascending
 from planner.observe import Observation, leaving
 from planner.plan import Plan, PlanStatus
 from planner.solve import promote
@@ -131,14 +132,13 @@ class PaperPolicy:
             eta = table.heads.factor(features, self.strength)
             added = added * eta
         added = np.maximum(added, least)
-        total = np.cumsum(added[:, ::-1], axis=1)[:, ::-1]
-        return Prices(np.concatenate([total, np.zeros((table.blocks, 1))], axis=1), multiplier, eta)
+        return Prices(above(added, np.zeros(table.blocks)), multiplier, eta)
 
     def _buckets(self, table: BlockTable, mass: np.ndarray) -> np.ndarray:
         """Bucket int64[n] of every block by the routing mass of its expert (eq. 1), within its layer."""
         share = shares(mass)
-        above = share[..., None] > np.quantile(share, self.quantiles, axis=1).T[:, None, :]
-        return np.repeat(above.sum(axis=-1).ravel(), 2)
+        above = [share > bound[:, None] for bound in np.quantile(share, self.quantiles, axis=1)]
+        return np.repeat(np.sum(above, axis=0).ravel(), 2)
 
     def _plan_all(self, o: Observation, mass: np.ndarray | None) -> list[Queued]:
         """The queue: one entry a stage, safest first."""
@@ -190,8 +190,7 @@ def order(damage: np.ndarray, pages: np.ndarray, start: np.ndarray) -> Actions:
         from_pages, from_damage = np.where(legal, pages[to], from_pages), np.where(legal, damage[to], from_damage)
     key = key.T.ravel()
     found = np.flatnonzero(np.isfinite(key))
-    taken = found[np.argsort(key[found], kind="stable")]
-    block, k = taken // max(width - 1, 1), taken % max(width - 1, 1)
+    block, k = np.divmod(found[ascending(key[found])], max(width - 1, 1))
     return Actions(block, width - 2 - k, size[k, block], added[k, block])
 
 

@@ -111,7 +111,10 @@ class ResidualHeads:
         if features.shape[1:] != shape or not np.isfinite(features).all():
             wanted = ", ".join(map(str, ("n", *shape)))
             raise ValueError(f"residual features must be finite and of shape [{wanted}], got {features.shape}")
-        by_matrix = features.reshape(-1, 2, 1 if self.reference is None else shape[0], self.features)
-        rho = (by_matrix * self.weights).sum(-1)
-        eta = np.exp(strength * self.confidence * np.clip(rho, self.low, self.high))
-        return eta.reshape(-1, self.shape[1])
+        eta = np.empty((len(features), self.shape[1]), order="F")
+        for matrix, weights in enumerate(self.weights):
+            own = features[matrix::2]
+            rho = own @ weights.T if self.reference is None else own[..., 0] * weights[:, 0]
+            rho = np.clip(rho, self.low[matrix], self.high[matrix])
+            eta[matrix::2] = np.exp(strength * self.confidence[matrix] * rho)
+        return eta

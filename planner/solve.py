@@ -15,7 +15,7 @@ import numpy as np
 
 from planner.damage import Prices
 from planner.exact import improve
-from planner.hull import hull, moves
+from planner.hull import between, hull, moves
 from planner.plan import Plan, PlanStatus
 from planner.tables import BlockTable
 
@@ -135,7 +135,7 @@ def _reach(
     depth: int | None,
 ) -> tuple[int, np.ndarray]:
     """The first stage that can release enough, else the last; and the levels int64[n] down to which it may go."""
-    column, held = np.arange(pages.shape[1]), pages[np.arange(len(start)), start]
+    held = pages[np.arange(len(start)), start]
     caps = [None] if depth is None else [depth, None]
     reaches = [(i, cap) for i in range(len(stages)) for cap in caps]
     for stage, cap in reaches:
@@ -144,9 +144,8 @@ def _reach(
             bottom = np.maximum(bottom, start - cap)
         if frozen is not None:
             bottom = np.where(frozen, start, bottom)
-        within = (column >= bottom[:, None]) & (column <= start[:, None])
         # What can be released at most is known before anything is solved.
-        most = held - np.where(within, pages, held[:, None]).min(axis=1)
+        most = held - np.where(between(bottom, start, pages.shape[1]), pages, held[:, None]).min(axis=1)
         if most.sum() >= release or (stage, cap) == reaches[-1]:
             return stage, bottom
     raise AssertionError("there is always a last stage")
@@ -227,9 +226,7 @@ def _lean(pages: np.ndarray, level: np.ndarray, top: np.ndarray) -> np.ndarray:
     It is where a climb begins: damage never grows with bits, so whatever lies below is no better. Only of tiny blocks
     is it another level than ``level``.
     """
-    column = np.arange(pages.shape[1])
-    within = (column >= level[:, None]) & (column <= top[:, None])
-    reach = np.where(within, pages, np.iinfo(np.int64).max)[:, ::-1]
+    reach = np.where(between(level, top, pages.shape[1]), pages, np.iinfo(np.int64).max)[:, ::-1]
     return pages.shape[1] - 1 - reach.argmin(axis=1)
 
 

@@ -50,7 +50,8 @@ class BlockTable:
             value = getattr(self, name)
             if value is None:
                 continue
-            array = np.array(value, dtype)
+            # A width after the other in memory: NumPy is fast along blocks, not along a handful of widths.
+            array = np.array(value, dtype, order="F")
             array.setflags(write=False)
             object.__setattr__(self, name, array)
         self.validate()
@@ -151,11 +152,18 @@ class BlockTable:
     def level(self, bits: np.ndarray | int) -> np.ndarray:
         """Levels int64[n] of ``bits`` (int[n], or one width for all); ValueError for a width not in the table."""
         bits = np.broadcast_to(np.asarray(bits), (self.blocks,))
-        level = np.minimum(np.searchsorted(self.widths, bits), len(self.widths) - 1)
-        wrong = np.flatnonzero(np.asarray(self.widths)[level] != bits)
+        level = self._levels[np.clip(bits, 0, len(self._levels) - 1)]
+        wrong = np.flatnonzero(level < 0)
         if wrong.size:
             raise ValueError(f"{bits[wrong[0]]} bits are not in this table; it has {', '.join(map(str, self.widths))}")
         return level
+
+    @cached_property
+    def _levels(self) -> np.ndarray:
+        """Level of every number of bits, -1 where it is not in the table, as are the first and the last."""
+        levels = np.full(self.widths[-1] + 2, -1)
+        levels[list(self.widths)] = range(len(self.widths))
+        return levels
 
     def bits(self, level: np.ndarray) -> np.ndarray:
         """Bits int64[n] of levels: the inverse of :meth:`level`."""

@@ -40,7 +40,7 @@ class Market:
 
     def __init__(self, parts: Parts, prefixes: Prefixes):
         self._parts, self._prefixes = parts, prefixes
-        self._known: tuple[int, int] | None = None
+        self._known: tuple[int, int, int] | None = None
         self._rate = math.inf
 
     @property
@@ -54,9 +54,9 @@ class Market:
         """Damage a page of the cheapest demotion, infinite where there is none.
 
         ``still`` bool[n]: blocks that cannot move; ``floor_bits`` no block may go below. Looked up once a ``PERIOD``,
-        and whenever bits have changed.
+        and whenever bits or the floor have changed.
         """
-        known = boundary // PERIOD, self._parts.page_table.epoch
+        known = boundary // PERIOD, self._parts.page_table.epoch, floor_bits
         if known != self._known:
             table, self._known = self._parts.table, known
             mass = routing.mass if routing.tokens else None

@@ -10,11 +10,15 @@ when it is submitted.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from planner import BlockTable, Plan, PlanStatus, fit
 from pwjax.engine.requests import Request
+
+# Every request of a job demands the same, as a rule; each answer takes several plans.
+_SMALLEST: WeakKeyDictionary[BlockTable, dict["Demand", int | None]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,12 @@ class Demand:
 
     def smallest_pages(self, table: BlockTable) -> int | None:
         """Fewest pages (to 1 in 256) of weights that meet the demand, None where no precision does."""
+        known = _SMALLEST.setdefault(table, {})
+        if self not in known:
+            known[self] = self._smallest_pages(table)
+        return known[self]
+
+    def _smallest_pages(self, table: BlockTable) -> int | None:
         low, high = 0, int(table.pages.max(axis=1).sum())
         if self.plan(table, high) is None:
             return None

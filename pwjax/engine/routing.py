@@ -47,6 +47,8 @@ class RoutingRecord:
         self.tokens = 0.0
         self._reference = None if table.heads is None else table.heads.reference
         self._prompts: dict[int, Prompt] = {}
+        # Shares and features of those whose prefill has not gone on since they were last asked for.
+        self._known: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
 
     @property
     def shares(self) -> np.ndarray:
@@ -67,6 +69,7 @@ class RoutingRecord:
             seen = Prompt(mass, count, np.array(stats.norms, np.float64), moments)
             before = self._prompts.get(sequence.order)
             self._prompts[sequence.order] = seen if before is None else before.plus(seen)
+            self._known.pop(sequence.order, None)
 
     def prompts(self, running: list[Sequence], kv: KVPages) -> tuple[np.ndarray | None, np.ndarray | None]:
         """``(request_mass, residual)`` of the running requests, averaged by their KV pages (the paper's batch merge).
@@ -76,25 +79,26 @@ class RoutingRecord:
         """
         orders = {sequence.order for sequence in running}
         self._prompts = {order: seen for order, seen in self._prompts.items() if order in orders}
+        self._known = {order: seen for order, seen in self._known.items() if order in orders}
         weights = {s.order: kv.slot_pages(s.slot) for s in running if s.order in self._prompts}
         total = sum(weights.values())
         if not total:
             return None, None
-        shares = [(pages / total, self._prompts[order]) for order, pages in weights.items()]
-        mass = np.zeros_like(self.mass)
-        for share, seen in shares:
-            mass += share * seen.mass / np.maximum(seen.mass.sum(axis=1, keepdims=True), 1e-30)
-        found = [self._features(seen) for _, seen in shares]
-        known = [own for own in found if own is not None]
-        if len(known) < len(found):
-            return mass, None
-        return mass, np.einsum("r,r...->...", [share for share, _ in shares], np.stack(known))
+        found = [(pages / total, *self._seen(order)) for order, pages in weights.items()]
+        mass = np.sum([weight * shares for weight, shares, _ in found], axis=0)
+        known = [weight * own for weight, _, own in found if own is not None]
+        return mass, np.sum(known, axis=0) if len(known) == len(found) else None
 
-    def _features(self, seen: Prompt) -> np.ndarray | None:
-        """Features of one prompt, in the form of the heads."""
-        if self._reference is None:
-            return features(seen.mass, seen.norms).reshape(-1, 4)
-        return None if seen.moments is None else self._reference.features(seen.moments, seen.count)
+    def _seen(self, order: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Routing shares float64[L, E] of one prompt, and its features in the form of the heads."""
+        if order not in self._known:
+            seen, own = self._prompts[order], None
+            if self._reference is None:
+                own = features(seen.mass, seen.norms).reshape(-1, 4)
+            elif seen.moments is not None:
+                own = self._reference.features(seen.moments, seen.count)
+            self._known[order] = seen.mass / np.maximum(seen.mass.sum(axis=1, keepdims=True), 1e-30), own
+        return self._known[order]
 
 
 def features(mass: np.ndarray, norms: np.ndarray) -> np.ndarray:

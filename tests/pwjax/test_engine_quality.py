@@ -42,6 +42,29 @@ def test_a_demand_holds_while_its_request_runs(open_tiny, demand):
         pager.check_invariants()
 
 
+def test_fewest_pages_are_looked_up_once(open_tiny, monkeypatch):
+    with open_tiny(1 + 48 + 100) as engine:
+        table, demand = engine.parts.table, Demand(min_bits=4)
+        first = demand.smallest_pages(table)
+        assert first is not None and demand.plan(table, first) and not demand.plan(table, first - 2)
+        monkeypatch.setattr(Demand, "plan", None)
+        assert Demand(min_bits=4).smallest_pages(table) == first
+
+
+def test_the_price_of_a_demotion_follows_the_floor(open_tiny):
+    with open_tiny() as engine:
+        table = engine.parts.table
+        still = np.zeros(table.blocks, bool)
+        assert engine.parts.pager.committed.min() > table.widths[0]
+
+        def price(floor_bits):
+            return engine.boundaries._market.demotion(1, engine.boundaries.routing, still, floor_bits)
+
+        assert price(0) < np.inf
+        assert price(table.widths[-1]) == np.inf
+        assert price(0) < np.inf
+
+
 def test_demands_that_cannot_be_kept_are_refused_with_numbers(open_tiny):
     with open_tiny(1 + 48 + 100) as engine:
         with pytest.raises(pwjax.PromptError, match=r"are left beside the weights at min_bits 6; lower max_"):

@@ -89,6 +89,22 @@ def test_moments_of_prompts_are_summed_over_chunks_and_merged(record):
     assert record.prompts([one, two], KV)[1] is None, "a program without moments says nothing"
 
 
+def test_features_are_computed_once_a_chunk(record, monkeypatch):
+    asked = []
+    monkeypatch.setattr("pwjax.engine.routing.features", lambda *sums: asked.append(1) or features(*sums))
+    one, two = sequence(1, 0), sequence(2, 1)
+    record.add(stats(10, 0, 2.0), one)
+    record.add(stats(5, 1, 8.0), two)
+    first = record.prompts([one, two], KV)[1]
+    record.add(stats(7, 2))  # generated
+    assert np.array_equal(record.prompts([one, two], KV)[1], first) and len(asked) == 2
+    record.add(stats(10, 0, 4.0), one)
+    assert record.prompts([one, two], KV)[1][0, 0] == pytest.approx(0.75 * 3) and len(asked) == 3
+    record.prompts([], KV)
+    record.add(stats(10, 0, 6.0), one)
+    assert record.prompts([one], KV)[1][0, 0] == pytest.approx(6), "nothing is known of a request that left"
+
+
 def test_norms_of_a_step_give_the_three_features():
     rng = np.random.default_rng(0)
     weight, experts = rng.random((7, 2), np.float32), rng.integers(0, EXPERTS, (7, 2))
