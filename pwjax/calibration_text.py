@@ -1,5 +1,6 @@
 """Calibration text: files and JSONL to token windows, mixed by weight, and what the manifest says of them."""
 
+import copy
 import hashlib
 import json
 import os
@@ -147,6 +148,10 @@ def _join_lines(path: Path, file) -> str:
 def _encoder(tokenizer, length: int, count: int):
     """Token ids of a text, thinned where it has far more than ``count`` windows can take."""
     piece, most = 16 * length * _TOKEN_CHARS, POOL * count * length * _TOKEN_CHARS
+    # A tokenizer.json can carry the truncation and padding of its training run; the caller's own object stays as it is.
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
 
     def encode(text: str) -> list[int]:
         pieces = (tokenizer.encode(part, add_special_tokens=False).ids for part in thin(text, most, piece))

@@ -31,9 +31,11 @@ class Measurements:
         self._measure, self._file, self._known = measure, None, {}
         if path is None:
             return
-        lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
-        # A killed run may leave half a line at the end: it is measured again.
-        whole = [json.loads(line) for line in lines if line.endswith("\n")]
+        *lines, torn = path.read_bytes().split(b"\n") if path.exists() else [b""]
+        try:
+            whole = [json.loads(line) for line in lines]
+        except ValueError as error:
+            raise UsageError(f"{path} is damaged, or holds no measurements ({error}); delete the file") from None
         if whole and whole[0] != header:
             differs = sorted(k for k in {*whole[0], *header} if whole[0].get(k) != header.get(k))
             raise UsageError(
@@ -41,8 +43,9 @@ class Measurements:
                 "give the arguments of that run, or delete the file"
             )
         self._known = {line["plan"]: np.array(line["kl"]) for line in whole[1:]}
-        if lines and not lines[-1].endswith("\n"):
-            path.write_text("".join(lines[:-1]), "utf-8")
+        if torn:
+            # Half a line is what a killed run may leave at the end: it is cut off and measured again.
+            os.truncate(path, path.stat().st_size - len(torn))
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "a", encoding="utf-8")
         if not whole:

@@ -114,6 +114,11 @@ def test_windows_of_text(tmp_path, tokenizer):
     got = made.windows.tokens
     assert made.count == 4 and [s["windows"] for s in made.facts()["texts"]] == [2, 2]
     assert got.tolist() == [[0, 2, 3, 4, 5], [0, 6, 7, 8, 9], [0, 10, 11, 12, 13], [0, 14, 15, 16, 17]]
+    kept = Tokenizer.from_str(tokenizer.to_str())
+    kept.enable_truncation(3)
+    kept.enable_padding(length=7)
+    cut = calibration_text(["abcdefgh", "ijklmnop"], CONFIG, kept, sequence_length=5)
+    assert cut.windows.tokens.tolist() == made.windows.tokens.tolist() and kept.truncation and kept.padding
     assert calibration_text(np.arange(30), CONFIG, sequence_length=10).windows.tokens.shape == (3, 10)
     whole = calibration_text(list(range(29)) * 3, CONFIG, sequence_length=999).windows
     assert whole.tokens.shape == (2, 32)  # never beyond the model

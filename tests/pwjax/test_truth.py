@@ -75,6 +75,7 @@ def test_measurements_resume_after_a_torn_line_and_refuse_another_run(tmp_path):
     whole = path.read_bytes()
     path.write_bytes(whole[:-5])
     second = Measurements(measure, {"seed": 0}, path)
+    assert whole.startswith(path.read_bytes()) and path.read_bytes().endswith(b"\n")
     assert np.array([2, 16]) in second and np.array([3, 16]) not in second
     assert (second(np.array([2, 16])) == values[0]).all() and (second(np.array([3, 16])) == values[1]).all()
     second.close()
@@ -82,6 +83,18 @@ def test_measurements_resume_after_a_torn_line_and_refuse_another_run(tmp_path):
     assert all(json.loads(line) for line in path.read_text().splitlines())
     with pytest.raises(UsageError, match="seed differ"):
         Measurements(measure, {"seed": 1}, path)
+    header_end = whole.index(b"\n") + 1
+    for cut in (1, header_end - 1, header_end, len(whole) - 1):
+        # With what a file system may put after a power cut where no data came.
+        path.write_bytes(whole[:cut] + b"\0\xff" * (cut > header_end))
+        resumed = Measurements(measure, {"seed": 0}, path)
+        assert [(resumed(np.array([b, 16])) == v).all() for b, v in zip((2, 3), values, strict=False)] == [True, True]
+        resumed.close()
+        assert path.read_bytes() == whole
+    path.write_bytes(whole[:header_end] + b"half\n" + whole[header_end:])
+    with pytest.raises(UsageError, match="is damaged"):
+        Measurements(measure, {"seed": 0}, path)
+    assert b"half" in path.read_bytes()
 
 
 def test_windows_are_spread_over_documents_and_whole(tiny_tokenizer):
