@@ -71,7 +71,7 @@ def summarize_log(path: str | os.PathLike) -> RunSummary:
         lowest, rows, counts = bits.copy(), [], Counter()
         for record in records:
             kind = record["kind"]
-            counts[kind] += 1
+            counts[kind] += not record.get("withdrawn")  # no plan, only the end of earlier ones
             if kind == "commit":
                 for block, before, after, *_ in record["changes"]:
                     bits[block] = after

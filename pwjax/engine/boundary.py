@@ -99,6 +99,8 @@ class Boundaries:
         if plan is None:
             plan = decisions.plan(snapshot.observation) if planning and snapshot else None
         if plan is not None and (plan.moves or plan is demanded):
+            if plan is not demanded and plan.released_pages < 0 and pager.demoting:
+                self._withdraw_demotions(plan)
             self.request(plan)
         for asked in decisions.asked(self.index, late=False):
             self.ask("plan", asked)
@@ -178,9 +180,18 @@ class Boundaries:
             record["late"] = True  # by a callback after the pager had its turn
         self.ask(kind, Asked(changes, record))
 
+    def _withdraw_demotions(self, plan: Plan) -> None:
+        """Take back demotions that have not landed: ``plan`` promotes, and they would go before all of it.
+
+        They answered a pressure that is over, and its promotions leave blocks alone that still wait to go down.
+        """
+        self.ask("plan", Asked((), {"cause": plan.cause, "withdrawn": True}))
+
     def ask(self, kind: str, asked: Asked) -> None:
-        """Make ``asked`` the desired bits of its blocks, and log it."""
+        """Make ``asked`` the desired bits of its blocks, and log it; ``withdrawn`` demotions are dropped first."""
         pager = self.parts.pager
+        if asked.record.get("withdrawn"):
+            pager.cancel_demotions()
         wanted, blocks = pager.desired.copy(), [block for block, _, _ in asked.changes]
         wanted[blocks] = [to for _, _, to in asked.changes]
         pager.request(wanted, blocks)

@@ -110,6 +110,11 @@ class Pager:
         return not self._moves and np.array_equal(self.desired, self.table.bits.reshape(-1))
 
     @property
+    def demoting(self) -> bool:
+        """Whether demotions are queued or in flight; they go before every promotion."""
+        return bool(np.any(self.desired < self.table.bits.reshape(-1)))
+
+    @property
     def staged_pages(self) -> int:
         """Padded pages of words in flight, those of cancelled copies that still run included."""
         self._draining = [(handle, pages) for handle, pages in self._draining if not handle.done()]
@@ -207,10 +212,18 @@ class Pager:
 
     def cancel_promotions(self) -> int:
         """Drop every promotion, queued or in flight; returns the reserved pages that are free again at once."""
-        moves = [move for move in self._moves.values() if move.promotes]
+        return self._cancel(promotions=True)
+
+    def cancel_demotions(self) -> int:
+        """Drop every demotion, queued or in flight; returns the reserved pages that are free again at once."""
+        return self._cancel(promotions=False)
+
+    def _cancel(self, promotions: bool) -> int:
+        moves = [move for move in self._moves.values() if move.promotes == promotions]
         for move in moves:
             self._drop(move)
-        self.desired = np.minimum(self.desired, self.table.bits.reshape(-1))
+        bound = np.minimum if promotions else np.maximum
+        self.desired = bound(self.desired, self.table.bits.reshape(-1))
         return sum(len(move.reserved) for move in moves)
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import pwjax
+from planner.solve import demote, uniform
 from pwjax.checkpoints.artifact import Artifact
 from pwjax.cli import main
 from pwjax.engine.log import read_log
@@ -182,3 +183,26 @@ def test_a_load_that_fails_late_leaves_nothing_behind(tiny_artifact, tmp_path, m
         open_engine(tiny_artifact, 290, tmp_path / "log")
     assert threading.active_count() == threads
     assert not [a.shape for a in jax.live_arrays() if id(a) not in before and not a.is_deleted()]
+
+
+def test_demotions_that_have_not_landed_are_taken_back_where_memory_is_ample(tiny_artifact, tmp_path):
+    ticks, log = itertools.count(), tmp_path / "log"
+    # On a clock where every look takes a millisecond the pace leaves most of a large plan in the queue.
+    injected = Injected(clock=lambda: next(ticks) * 0.001)
+    with open_engine(tiny_artifact, 700, log, injected=injected) as engine:
+        table = engine.observe().table
+        engine.apply(uniform(table, 4))
+        engine.settle()
+        before = engine.stats()["precision"]["promotions"]
+        engine.submit(pwjax.Request("calm", PROMPTS[0], None, LONG.with_fields(max_tokens=110)))
+        engine.step()
+        engine.apply(demote(table, np.full(table.blocks, 4), 4))
+        pager = engine.parts.pager
+        assert pager.demoting
+        while not engine.idle:
+            engine.step()
+        engine.settle()
+        assert engine.stats()["precision"]["promotions"] > before
+    plans = [r for r in records_of(log) if r["kind"] == "plan"]
+    assert plans[0]["withdrawn"] and not plans[0]["changes"] and plans[1]["released_pages"] < 0
+    assert replay(log).complete
