@@ -69,7 +69,7 @@ class Boundaries:
         self.frozen = not parts.moves
         self.callbacks: list[Callback] = []
         self.routing = RoutingRecord(parts.table)
-        self.lowest_bits = parts.table.mean_bits(parts.start_bits)
+        self.mean_bits = self.lowest_bits = parts.table.mean_bits(parts.start_bits)
         self.last_failure: str | None = None
         # Boundary of the plan that each block last moved for, and what the last records of the log said.
         self._planned_at = np.zeros(parts.table.blocks, np.int64)
@@ -89,7 +89,7 @@ class Boundaries:
         pager, decisions = self.parts.pager, self.parts.decisions
         self.index += 1
         self._committed = False
-        told = self._tell(Boundary(self.index, "stats", self.routing.shares))
+        told = self._tell(Boundary(self.index, "stats", self.routing.shares)) if self.callbacks else None
         planning = not (settling or self.frozen)
         if planning and self.scheduler.blocked_pages:
             pager.cancel_promotions()
@@ -124,8 +124,6 @@ class Boundaries:
         report = parts.pager.boundary(self.index, parts.decisions.outcome(self.index), urgent=urgent, idle=idle)
         self.starved = bool(report.blocked_pages) and not self.parts.pager.moving.any()
         self.parts.meter.observe()
-        bits = self.parts.table.mean_bits(self.parts.pager.committed)
-        self.lowest_bits = min(self.lowest_bits, bits)
         if report.failed:
             self.last_failure = report.failed[-1][1]
         if report.landed or report.failed or report.started or report.blocked_pages != self._logged_blocked_pages:
@@ -135,6 +133,8 @@ class Boundaries:
                 started=report.started, blocked_pages=report.blocked_pages, queued=report.queued,
             )  # fmt: skip
         if report.committed:
+            self.mean_bits = parts.table.mean_bits(parts.pager.committed)
+            self.lowest_bits = min(self.lowest_bits, self.mean_bits)
             changes = [
                 [c.block, c.from_bits, c.to_bits, c.written_pages, c.freed_pages, int(self._planned_at[c.block])]
                 for c in report.committed
@@ -142,7 +142,7 @@ class Boundaries:
             pages = sum(c.written_pages for c in report.committed)
             self.log(
                 "commit", epoch=report.epoch, changes=changes, bytes=pages * self.parts.memory.page_bytes,
-                mean_bits=round(bits, 4),
+                mean_bits=round(self.mean_bits, 4),
             )  # fmt: skip
         return report
 
@@ -293,16 +293,13 @@ class Boundaries:
         """A ``boundary`` record where a turn differs from the last one logged: dispatches, bits, 1 % of the pages."""
         parts = self.parts
         kv_step = max(1, parts.memory.num_pages // 100)
-        bits = parts.pager.committed
-        mean_bits = round(parts.table.mean_bits(bits), 4)
+        mean_bits = round(self.mean_bits, 4)
         turn = (prefill, limits, mean_bits, parts.kv.used_pages // kv_step)
         if turn == self._logged_turn:
             return
         self._logged_turn = turn
-        self.log(
-            "boundary", mean_bits=mean_bits, weights_pages=int(parts.table.total_pages(bits)), prefill=prefill,
-            decode=limits,
-        )  # fmt: skip
+        weights_pages = int(parts.table.total_pages(parts.pager.committed))
+        self.log("boundary", mean_bits=mean_bits, weights_pages=weights_pages, prefill=prefill, decode=limits)
 
     def _tell(self, boundary: Boundary) -> Boundary | None:
         """Call the callbacks; None where there are none, so that nothing is computed for nobody."""

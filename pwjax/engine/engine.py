@@ -12,7 +12,7 @@ The only device state is the dense parameters, the arena and the tables; everyth
 
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import jax
 import numpy as np
@@ -31,6 +31,7 @@ from pwjax.engine.steps import Sampled
 from pwjax.engine.submission import checked
 from pwjax.errors import PWJaxError
 from pwjax.memory import PageTable
+from pwjax.memory.arena import free
 
 
 class Engine:
@@ -122,11 +123,7 @@ class Engine:
             self.boundaries.log("cancel", ids=[s.request.id for s in stopped])
         begun = [s for s in stopped if s.slot >= 0 or s.generated]
         for sequence in stopped:
-            if sequence.slot >= 0:
-                scheduler.release(sequence)
-            else:
-                scheduler.waiting.remove(sequence)
-        scheduler.blocked_pages = 0
+            scheduler.drop(sequence)
         self._refused = [c for c in self._refused if wanted is not None and str(c.id) not in wanted]
         for sequence in begun:
             sequence.stream.finish()
@@ -282,16 +279,13 @@ class Engine:
 
     def close(self) -> None:
         """Stop the transfers and free the device memory; harmless when done twice."""
-        self.cancel()
-        self.boundaries.log("end")
-        self.parts.pager.close()
-        self.parts.transfer.close()
-        self.parts.store.close()
-        self.parts.log.close()
-        device = (self.parts.params, self.parts.arena.array, self.parts.page_table.table, self.parts.kv.table)
-        for array in jax.tree.leaves(device):
-            if not array.is_deleted():
-                array.delete()
+        parts = self.parts
+        with ExitStack() as last:  # each is done whatever the others raise, the last first
+            last.callback(free, (parts.params, parts.arena.array, parts.page_table.table, parts.kv.table))
+            for part in (parts.log, parts.store, parts.transfer, parts.pager):
+                last.callback(part.close)
+            self.cancel()
+            self.boundaries.log("end")
 
     def __enter__(self) -> "Engine":
         return self

@@ -44,15 +44,10 @@ class Relief:
     def _refuse(self) -> Completion:
         scheduler = self._scheduler
         alone = next(iter(scheduler.running), None) or scheduler.waiting[0]
-        if alone.slot < 0:
-            scheduler.waiting.popleft()
-            scheduler.blocked_pages = 0
-        else:
-            scheduler.release(alone)
         reason = "its KV cache does not fit beside the weights, and no precision is left to give up"
         if scheduler.held:
             reason = "the precision that it demands could not be reached: pages of the model could not be copied"
-            scheduler.held = False
+        scheduler.drop(alone)
         self._boundaries.log("finish", **alone.ended("refused"))
         # What was streamed of it stays: its pieces are out already.
         return replace(alone.completion(), finish_reason="refused", error=reason)

@@ -136,6 +136,14 @@ class Scheduler:
         self.slots[sequence.slot] = None
         sequence.slot = -1
 
+    def drop(self, sequence: Sequence) -> None:
+        """End a sequence, running or waiting; what waiting ones lacked is found out anew."""
+        if sequence.slot >= 0:
+            self.release(sequence)
+        else:
+            self.waiting.remove(sequence)
+        self.blocked_pages, self.held = 0, False
+
     def _first_tokens(self, sequence: Sequence) -> int:
         if self.reserve_all:
             return sequence.max_total

@@ -12,6 +12,7 @@ from pwjax.checkpoints.tree import dense_shapes, unflatten
 from pwjax.config import ModelConfig
 from pwjax.engine.meter import Meter
 from pwjax.memory import Arena, PageAllocator, Pager, PageTableState, ThreadTransfer
+from pwjax.memory.arena import free
 from pwjax.memory.host_store import HostStore
 from pwjax.memory.transfer import Transfer
 
@@ -32,9 +33,7 @@ class Weights(NamedTuple):
         self.pager.close()
         self.transfer.close()
         self.store.close()
-        for array in jax.tree.leaves((self.params, self.arena.array, self.page_table.table)):
-            if not array.is_deleted():
-                array.delete()
+        free((self.params, self.arena.array, self.page_table.table))
 
 
 def load_weights(

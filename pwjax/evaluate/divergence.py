@@ -15,6 +15,7 @@ from jax import lax
 from pwjax.checkpoints.artifact import Artifact
 from pwjax.errors import PWJaxError
 from pwjax.evaluate.program import HEAD_TOKENS
+from pwjax.memory.arena import free
 from pwjax.models import Paged, forward, logits
 from pwjax.resident import Model, Resident
 
@@ -83,9 +84,7 @@ class Divergence:
 
     def close(self) -> None:
         """Free the device memory; harmless when done twice."""
-        for array in jax.tree.leaves((self._model.params, self._model.arena, self._batches)):
-            if not array.is_deleted():
-                array.delete()
+        free((self._model.params, self._model.arena, self._batches))
 
     def __enter__(self) -> "Divergence":
         return self

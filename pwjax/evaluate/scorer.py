@@ -109,10 +109,7 @@ class Scorer:
 
     def close(self) -> None:
         """Free the device memory; harmless when done twice."""
-        self._weights.pager.close()
-        for array in jax.tree.leaves((self._weights.params, self._weights.arena.array)):
-            if not array.is_deleted():
-                array.delete()
+        self._weights.close()
 
     def __enter__(self) -> "Scorer":
         return self

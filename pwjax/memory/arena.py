@@ -11,6 +11,7 @@ full copy. :meth:`Arena.read_pages` copies a few pages out instead.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,6 +121,13 @@ def commit_programs(
     for rows, row_words in kv_shapes:
         programs["commit_kv", rows, row_words] = compile_commit_kv(num_pages, page_words, rows, row_words)
     return programs
+
+
+def free(tree: Any) -> None:
+    """Delete the device arrays of ``tree``; those that are deleted or were donated already stay so."""
+    for array in jax.tree.leaves(tree):
+        if not array.is_deleted():
+            array.delete()
 
 
 def padded_pages(pages: int, widths: Sequence[int] = COMMIT_WIDTHS) -> int:

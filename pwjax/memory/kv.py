@@ -264,7 +264,10 @@ class KVPages:
         held = np.concatenate([table.held(slot) for table in self._tables])
         for table in self._tables:
             table.clear(slot)
-        return self._unrefer(self._held, held)
+        freed = self._unrefer(self._held, held)
+        # A copy for a slot that ended before it was made would land in pages of the next owner.
+        self.copies = [(source, target) for source, target in self.copies if self.allocator.owns(target, KV_OWNER)]
+        return freed
 
     def columns(self, slot: int, kind: int, first: int, end: int) -> np.ndarray:
         """Page ids int32[turns, turn_pages] of a slot's columns ``first..end-1``."""
@@ -324,5 +327,7 @@ class KVPages:
             held[used] += 1
         if not np.array_equal(held, self._held) or (kept is not None and not np.array_equal(kept, self._kept)):
             raise PageError("references to KV pages do not match the tables")
+        if not all(self.allocator.owns(ids, KV_OWNER) for copy in self.copies for ids in copy):
+            raise PageError("a copy is due between pages that are not KV")
         if not np.array_equal(np.flatnonzero(held + self._kept), self.allocator.owned(KV_OWNER)):
             raise PageError("KV pages are owned without a reference, or referred to without being owned")

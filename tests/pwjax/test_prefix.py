@@ -28,15 +28,16 @@ class Sharing(RuleBasedStateMachine):
         self.tokens, self.done, self.nodes = [None] * SLOTS, [0] * SLOTS, [None] * SLOTS
         self.epoch = 1
 
-    def share(self, slot, start, size):
+    def share(self, slot, start, size, copy=True):
         path = self.prefixes.match(start, self.tokens[slot], None)
         if path:
             self.prefixes.attach(slot, path, size)
             self.prefixes.move(self.nodes[slot], path[-1])
             self.nodes[slot], self.done[slot] = path[-1], path[-1].end
-        for source, target in self.kv.copies:
-            self.rows[target] = self.rows[source]
-        self.kv.copies.clear()
+        if copy:
+            for source, target in self.kv.copies:
+                self.rows[target] = self.rows[source]
+            self.kv.copies.clear()
 
     def write(self, slot, count):
         start, self.done[slot] = self.done[slot], self.done[slot] + count
@@ -47,8 +48,9 @@ class Sharing(RuleBasedStateMachine):
     def row(self, slot, token):
         return int("1" + "".join(map(str, self.tokens[slot][: token + 1])), 2)
 
-    @rule(slot=st.integers(0, SLOTS - 1), tokens=TOKENS)
-    def start(self, slot, tokens):
+    @rule(slot=st.integers(0, SLOTS - 1), tokens=TOKENS, runs=st.sampled_from([True, True, True, False]))
+    def start(self, slot, tokens, runs):
+        """``runs`` False: the request ends before a page that it shares in part was copied."""
         if self.tokens[slot] is not None:
             return
         root, free = self.prefixes.root, self.allocator.free_pages
@@ -58,8 +60,11 @@ class Sharing(RuleBasedStateMachine):
         self.tokens[slot] = tokens
         self.prefixes.move(None, root)
         self.nodes[slot] = root
-        self.share(slot, root, len(tokens))
+        self.share(slot, root, len(tokens), copy=runs)
         assert self.kv.reserve(slot, len(tokens)) and self.allocator.free_pages == free - need
+        if not runs:
+            self.stop(slot)
+            assert not self.kv.copies
 
     @rule(slot=st.integers(0, SLOTS - 1))
     def chunk(self, slot):
