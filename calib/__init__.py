@@ -15,7 +15,7 @@ blocks        importance, measure: squared gradients of an expert's weights, dam
 damage        conditional_table, floors, super_additivity: tables from what was measured
 residual      Samples, fit_heads, judge: how much more one sequence suffers than the average one
 agreement     agreement, reliability: how well predicted damage orders and scales like measured loss
-report        layer_rows, table: relative error of every layer at every width
+report        LayerErrors, table: relative error of every layer at every width
 """
 
 from calib.anyprecision import QuantizedBlock as QuantizedBlock

@@ -6,6 +6,7 @@ importance is multiplied by the squared scale, so the weighted error stays that 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -99,11 +100,22 @@ def dequantize(block: QuantizedBlock, bits: int) -> np.ndarray:
     return lut.ravel()[index].reshape(rows, cols) * block.scales.astype(np.float32)[:, None]
 
 
+def weighted_errors(
+    weight: np.ndarray, importances: Sequence[np.ndarray | None], block: QuantizedBlock, widths: Sequence[int]
+) -> np.ndarray:
+    """``sum h (W - W_b)^2`` over one matrix for each importance at each width, float64[len(importances), B].
+
+    Each is as in quantize_block."""
+    errors, weight = np.empty((len(importances), len(widths))), np.asarray(weight, np.float32)
+    for at, bits in enumerate(widths):
+        squares = np.square(weight - dequantize(block, bits), dtype=np.float64)
+        errors[:, at] = [_weighted_sum(squares, importance) for importance in importances]
+    return errors
+
+
 def weighted_error(weight: np.ndarray, importance: np.ndarray | None, block: QuantizedBlock, bits: int) -> float:
-    """``sum h (W - W_b)^2`` in float64 over one matrix; ``importance`` as in quantize_block."""
-    return _weighted_sum(
-        np.square(np.asarray(weight, np.float32) - dequantize(block, bits), dtype=np.float64), importance
-    )
+    """:func:`weighted_errors` of one importance at one width."""
+    return float(weighted_errors(weight, (importance,), block, (bits,))[0, 0])
 
 
 def weighted_energy(weight: np.ndarray, importance: np.ndarray | None) -> float:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from calib.anyprecision import quantize_block, weighted_energy, weighted_error
+from calib.anyprecision import quantize_block, weighted_energy, weighted_errors
 from pallas_kernels.pages import BlockShape, Geometry, choose_page_words
 
 # Rows of a sampled block that are looked at.
@@ -101,7 +101,7 @@ def _sample_errors(samples, widths, candidates) -> dict[int, dict[int, float]]:
     pairs = [(np.asarray(w, np.float32), h) for w, h in samples]
     errors = {}
     for group in candidates:
-        total, energy = dict.fromkeys(widths, 0.0), 0.0
+        total, energy = np.zeros(len(widths)), 0.0
         try:
             for weight, importance in pairs:
                 rows = min(len(weight), max(SAMPLE_ROWS // group, 1) * group)
@@ -110,11 +110,10 @@ def _sample_errors(samples, widths, candidates) -> dict[int, dict[int, float]]:
                 weight = weight[:rows]
                 block = quantize_block(weight, importance, widths, group)
                 energy += weighted_energy(weight, importance)
-                for bits in widths:
-                    total[bits] += weighted_error(weight, importance, block, bits)
+                total += weighted_errors(weight, (importance,), block, widths)[0]
         except ValueError:
             if group == candidates[-1] and not errors:
                 raise
             continue
-        errors[group] = {bits: total[bits] / energy if energy > 0 else 0.0 for bits in widths}
+        errors[group] = {b: float(t) / energy if energy > 0 else 0.0 for b, t in zip(widths, total, strict=True)}
     return errors

@@ -1,23 +1,36 @@
 """What quantization lost: relative weighted error of every layer and matrix at every width."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+MATRICES = ("gate_up", "down")
 
 
-def layer_rows(
-    layer: int, error: Mapping[str, Mapping[int, float]], energy: Mapping[str, float]
-) -> list[dict[str, object]]:
-    """Rows of one layer: ``error[matrix][bits]`` and ``energy[matrix]`` are sums over its experts.
+class LayerErrors:
+    """Sums over the experts of one layer: ``sum h (W-W_b)^2`` at each of ``widths``, and ``sum h W^2``."""
 
-    A row is ``{"layer", "matrix", "relative_error": {"2": ..., ...}}`` with ``sum h (W-W_b)^2 / sum h W^2``.
-    """
-    return [
-        {
-            "layer": layer,
-            "matrix": matrix,
-            "relative_error": {str(b): (e / energy[matrix] if energy[matrix] > 0 else 0.0) for b, e in errors.items()},
-        }
-        for matrix, errors in error.items()
-    ]
+    def __init__(self, widths: Sequence[int]):
+        self._widths = widths
+        self._error, self._energy = np.zeros((len(MATRICES), len(widths))), np.zeros(len(MATRICES))
+
+    def add(self, matrix: int, error: np.ndarray, energy: float) -> None:
+        """One block: ``error`` float64[B]."""
+        self._error[matrix] += error
+        self._energy[matrix] += energy
+
+    def rows(self, layer: int) -> list[dict[str, object]]:
+        """JSON-ready, a row a matrix: ``{"layer", "matrix", "relative_error": {"2": ..., ...}}``."""
+        return [
+            {
+                "layer": layer,
+                "matrix": name,
+                "relative_error": {
+                    str(b): float(e / energy) if energy > 0 else 0.0 for b, e in zip(self._widths, error, strict=True)
+                },
+            }
+            for name, error, energy in zip(MATRICES, self._error, self._energy, strict=True)
+        ]
 
 
 def table(rows: Iterable[Mapping]) -> str:

@@ -3,7 +3,7 @@ gradients (equation 2 of the paper)."""
 
 import numpy as np
 
-from calib.anyprecision import QuantizedBlock, weighted_error
+from calib.anyprecision import QuantizedBlock, weighted_errors
 from calib.damage import PSEUDO_TOKENS
 
 
@@ -38,4 +38,4 @@ def paper_damage(
     With ``h`` from :mod:`calib.blocks`, half of it is nats a token. Rounding of tables to float16 may let a wider width
     lose by a hair; the running minimum is returned.
     """
-    return np.minimum.accumulate([weighted_error(weight, importance, block, bits) for bits in widths])
+    return np.minimum.accumulate(weighted_errors(weight, (importance,), block, widths)[0])

@@ -15,6 +15,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,6 +74,9 @@ class Calibration:
     def __init__(self, source: ParamSource, text: CalibrationText, folder: Path, progress: Progress = silent):
         self.source, self.text, self.folder, self.progress = source, text, folder, progress
         self.config = source.config
+        # Asked for block by block, layer after layer.
+        self._original = lru_cache(8)(partial(self._layer, "original"))
+        self._columns = lru_cache(4)(self._column_weights)
 
     def run_original(self, paper: Paper | None = None, refine: bool = False) -> None:
         """Run the model as it is. UsageError where the loss is not finite.
@@ -128,7 +132,7 @@ class Calibration:
 
     def squares(self, layer: int, expert: int, matrix: int) -> np.ndarray:
         """Squared gradients float32[out, in] of one block; of an expert that no token chose, what is least."""
-        means = self._layer("original", "means", layer)[:, matrix]
+        means = self._original("means", layer)[:, matrix]
         if means[expert] == 0:
             shape = manifests.block_shapes(self.config)[matrix]
             return np.full(shape, unrouted_importance(means)[expert], np.float32)
@@ -137,13 +141,12 @@ class Calibration:
 
     def weights(self, layer: int, expert: int, matrix: int) -> np.ndarray:
         """What a weight in each column of one block counts for its codes, float32[in]."""
-        moments, tokens = (self._layer("original", name, layer) for name in (NAMES[matrix], "tokens"))
-        return column_weights(moments, tokens)[expert].astype(np.float32)
+        return self._columns(layer, matrix)[expert]
 
     def second_moment(self, layer: int, expert: int, matrix: int) -> np.ndarray | None:
         """Second moment float64[in, in] of one block's gated inputs, shrunk; None below FEW_TOKENS, or if not kept."""
         path = self._block_path("moment", layer, expert, matrix)
-        return shrunk(np.load(path), self._layer("original", "tokens", layer)[expert]) if path.exists() else None
+        return shrunk(np.load(path), self._original("tokens", layer)[expert]) if path.exists() else None
 
     @property
     def paper(self) -> np.ndarray:
@@ -247,6 +250,10 @@ class Calibration:
 
     def _block_path(self, what: str, layer: int, expert: int, matrix: int) -> Path:
         return self.folder / "original" / f"{what}_{layer:03d}_{expert:03d}_{NAMES[matrix]}.npy"
+
+    def _column_weights(self, layer: int, matrix: int) -> np.ndarray:
+        """:meth:`weights` of all experts of a layer, float32[E, in]."""
+        return column_weights(self._original(NAMES[matrix], layer), self._original("tokens", layer)).astype(np.float32)
 
     def _layer(self, folder: str, name: str, layer: int) -> np.ndarray:
         """An array of one layer's file."""

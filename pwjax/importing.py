@@ -4,14 +4,15 @@ import hashlib
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from calib import report
-from calib.anyprecision import QuantizedBlock, dequantize, weighted_energy, weighted_error
+from calib.anyprecision import dequantize, weighted_energy, weighted_errors
 from pallas_kernels.bitplanes import block_pages
 from pallas_kernels.pages import BlockShape, Geometry, choose_page_words
+from pwjax.block_writing import MadeBlock, write_layers
 from pwjax.checkpoints import manifest as manifests
 from pwjax.checkpoints.any_precision import AnyPrecisionPack
 from pwjax.checkpoints.hf import HFCheckpoint
@@ -61,8 +62,7 @@ def import_pack(
     dense = source.dense() if exact is None else {n: v for n, v in exact.flat.items() if n not in EXPERTS}
     with ArtifactWriter(out, config, _key(source, first, geometry)) as writer:
         writer.begin(geometry, sum(a.nbytes for a in dense.values()) + sum(map(len, extra.values())))
-        _write_layers(writer, source, exact, geometry, progress)
-        records = [record for _, record in sorted(writer.records().items())]
+        records = write_layers(writer, partial(_blocks, source, exact, geometry), "importing", progress)
         mass = np.full((config.num_layers, config.num_experts), 1 / config.num_experts)
         tables = {
             "damage/unweighted": np.array([row for record in records for row in record["damage"]], np.float64),
@@ -81,45 +81,17 @@ def import_pack(
         return writer.finish(dense, tables, summary, extra, more)
 
 
-def _write_layers(
-    writer: ArtifactWriter,
-    source: AnyPrecisionPack,
-    exact: ParamSource | None,
-    geometry: Geometry,
-    progress: Progress,
-) -> None:
-    """Write every layer that an earlier run did not finish."""
-    config, done = source.config, writer.records()
-    for layer in range(config.num_layers):
-        if layer in done:
-            continue
-        error = {name: dict.fromkeys(geometry.widths, 0.0) for name in manifests.MATRICES}
-        energy: dict[str, float] = dict.fromkeys(manifests.MATRICES, 0.0)
-        with writer.layer(layer) as file:
-            file.record = {"damage": []}
-            for expert, matrix, block, weight in _blocks(source, exact, layer):
-                reference = dequantize(block, geometry.parent) if weight is None else weight.astype(np.float32)
-                damage = [weighted_error(reference, None, block, bits) for bits in geometry.widths]
-                damage = np.minimum.accumulate(damage).tolist()
-                file.add(block_pages(block, weight, geometry, matrix))
-                file.record["damage"].append(damage + [0.0] * geometry.fallback)
-                name = manifests.MATRICES[matrix]
-                energy[name] += weighted_energy(reference, None)
-                for bits, value in zip(geometry.widths, damage, strict=True):
-                    error[name][bits] += value
-                progress("importing", (layer * config.num_experts + expert) * 2 + matrix + 1, config.blocks)
-            file.record["report"] = report.layer_rows(layer, error, energy)
-
-
-def _blocks(
-    source: AnyPrecisionPack, exact: ParamSource | None, layer: int
-) -> Iterator[tuple[int, int, QuantizedBlock, np.ndarray | None]]:
-    """``(expert, matrix, block, original weight)`` of a layer in file order."""
+def _blocks(source: AnyPrecisionPack, exact: ParamSource | None, geometry: Geometry, layer: int) -> Iterator[MadeBlock]:
+    """The blocks of a layer in file order; their errors are against ``exact``, None: the pack's widest precision."""
     weights = None if exact is None else [bf16(exact.flat[name][layer]) for name in EXPERTS]
     for expert in range(source.config.num_experts):
         for matrix in (0, 1):
-            weight = None if weights is None else weights[matrix][expert]
-            yield expert, matrix, source.block(layer, expert, matrix), weight
+            weight, block = None if weights is None else weights[matrix][expert], source.block(layer, expert, matrix)
+            reference = dequantize(block, geometry.parent) if weight is None else weight.astype(np.float32)
+            error = np.minimum.accumulate(weighted_errors(reference, (None,), block, geometry.widths)[0])
+            damage = np.append(error, [0.0] * geometry.fallback)
+            pages = block_pages(block, weight, geometry, matrix)
+            yield MadeBlock(matrix, pages, damage, error, weighted_energy(reference, None))
 
 
 def _key(source: AnyPrecisionPack, original: HFCheckpoint | None, geometry: Geometry) -> str:

@@ -6,17 +6,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from calib import report
-from calib.anyprecision import quantize_block, weighted_energy, weighted_error
+from calib.anyprecision import quantize_block, weighted_energy, weighted_errors
 from calib.lut_groups import choose_lut_rows
 from calib.refine import refine_block
-from calib.sensitivity import paper_damage
 from pallas_kernels.bitplanes import block_pages
 from pallas_kernels.pages import Geometry
+from pwjax.block_writing import MadeBlock, write_layers
 from pwjax.calibration import ALGORITHM as CALIBRATION
 from pwjax.calibration import NAMES, Calibrated, Calibration, operating_points
 from pwjax.calibration_needs import disk_bytes, needs
@@ -153,8 +152,7 @@ def quantize(
         geometry, choice = _choose_geometry(flat, config, settings, calibration)
         dense = {n: v if isinstance(v, LayerStack) else bf16(v) for n, v in flat.items() if n not in EXPERTS}
         writer.begin(geometry, sum(a.nbytes for a in dense.values()) + sum(map(len, extra_files.values())))
-        _write_layers(writer, flat, geometry, calibration, jobs, progress)
-        records = [record for _, record in sorted(writer.records().items())]
+        records = _write_layers(writer, flat, geometry, calibration, jobs, progress)
         squared = np.array([row for record in records for row in record["damage"]], np.float64)
         with writer.disk("calibration results"):
             done = _finish_calibration(calibration, writer, geometry, squared)
@@ -201,32 +199,17 @@ def _write_layers(
     calibration: Calibration | None,
     jobs: int,
     progress: Progress,
-) -> None:
-    """Quantize and write every layer that an earlier run did not finish."""
-    config, done = writer.config, writer.records()
-    per_layer, total = 2 * config.num_experts, config.blocks
-    count = len(done) * per_layer
+) -> list[dict]:
+    """Quantize and write what an earlier run did not finish; returns the records of all layers."""
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
+
+        def blocks(layer: int) -> Iterator[MadeBlock]:
+            # In order of blocks, whoever finishes first: the file does not depend on the number of threads.
+            work = _layer_blocks(flat, layer, writer.config)
+            return pool.map(lambda w: _quantize_one(*w, calibration, geometry), work)
+
         try:
-            for layer in range(config.num_layers):
-                if layer in done:
-                    continue
-                with writer.layer(layer) as file:
-                    file.record = {"damage": [], "refined": 0, "report": []}
-                    error = {name: dict.fromkeys(geometry.widths, 0.0) for name in NAMES}
-                    energy = {name: 0.0 for name in NAMES}
-                    work = _layer_blocks(flat, layer, config)
-                    # In order of blocks, whoever finishes first: the file does not depend on the number of threads.
-                    for made in pool.map(lambda w: _quantize_one(*w, calibration, geometry), work):
-                        file.add(made.pages)
-                        file.record["damage"].append(made.damage.tolist())
-                        file.record["refined"] += made.refined
-                        energy[NAMES[made.matrix]] += made.energy
-                        for bits, value in zip(geometry.widths, made.error, strict=True):
-                            error[NAMES[made.matrix]][bits] += float(value)
-                        count += 1
-                        progress("quantizing", count, total)
-                    file.record["report"] = report.layer_rows(layer, error, energy)
+            return write_layers(writer, blocks, "quantizing", progress)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -240,20 +223,9 @@ def _layer_blocks(flat: dict, layer: int, config: ModelConfig) -> Iterator[tuple
             yield layer, expert, matrix, weights[matrix][expert]
 
 
-class _Made(NamedTuple):
-    """One block: pages, the paper's damage and the weighted error at each width, and the energy for the latter."""
-
-    matrix: int
-    pages: np.ndarray
-    damage: np.ndarray
-    error: np.ndarray
-    energy: float
-    refined: bool
-
-
 def _quantize_one(
     layer: int, expert: int, matrix: int, weight: np.ndarray, calibration: Calibration | None, geometry: Geometry
-) -> _Made:
+) -> MadeBlock:
     at, exact = (layer, expert, matrix), weight.astype(np.float32)
     worth = None if calibration is None else calibration.weights(*at)
     moment = None if calibration is None else calibration.second_moment(*at)
@@ -264,11 +236,10 @@ def _quantize_one(
     except ValueError as error:
         name = f"layer {layer} expert {expert} {NAMES[matrix]}"
         raise CheckpointError(f"{name} cannot be quantized: {error}") from error
-    error = np.array([weighted_error(exact, worth, block, bits) for bits in geometry.widths])
     squares = None if calibration is None else calibration.squares(*at)
-    damage = paper_damage(exact, squares, block, geometry.widths)
+    error, squared = weighted_errors(exact, (worth, squares), block, geometry.widths)
     pages, energy = block_pages(block, weight, geometry, matrix), weighted_energy(exact, worth)
-    return _Made(matrix, pages, damage, error, energy, moment is not None)
+    return MadeBlock(matrix, pages, np.minimum.accumulate(squared), error, energy, moment is not None)
 
 
 def refine_work(config: ModelConfig) -> int:

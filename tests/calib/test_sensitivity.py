@@ -23,8 +23,13 @@ def test_damage_falls_with_bits_and_matches_its_definition():
 
 
 def test_report_table():
-    rows = report.layer_rows(3, {"gate_up": {2: 1.0, 3: 0.5}, "down": {2: 0.0, 3: 0.0}}, {"gate_up": 4.0, "down": 0.0})
+    errors = report.LayerErrors((2, 3))
+    for _ in range(2):
+        errors.add(0, np.array([0.5, 0.25]), 2.0)
+        errors.add(1, np.zeros(2), 0.0)
+    rows = errors.rows(3)
     assert rows[0] == {"layer": 3, "matrix": "gate_up", "relative_error": {"2": 0.25, "3": 0.125}}
+    assert rows[1] == {"layer": 3, "matrix": "down", "relative_error": {"2": 0.0, "3": 0.0}}
     text = report.table(rows)
     assert "2 bits" in text and "2.500e-01" in text and len(text.splitlines()) == 4 and report.table([]) == ""
 
