@@ -4,10 +4,16 @@ from functools import partial
 
 import jax
 
+from pallas_kernels.expert_ffn import native
 from pallas_kernels.expert_ffn.reference import ACTIVATIONS, paged_expert_ffn
 from pallas_kernels.pages import Geometry
 
-IMPLEMENTATIONS = {"xla": paged_expert_ffn}
+IMPLEMENTATIONS = {"xla": paged_expert_ffn, "native": native.native_expert_ffn}
+
+
+def problems() -> dict[str, str]:
+    """Every implementation, and why it cannot be used here: empty if it can."""
+    return {"xla": "", "native": native.problem()}
 
 
 def expert_ffn(
@@ -36,6 +42,9 @@ def expert_ffn(
     name = implementation or "xla"
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"unknown expert_ffn implementation {name!r}; choose from {', '.join(IMPLEMENTATIONS)}")
+    if problem := problems()[name]:
+        others = "; ".join(f"{other}: {why or 'available'}" for other, why in problems().items() if other != name)
+        raise ValueError(f"expert_ffn implementation {name!r} is unavailable ({problem}); {others}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}; choose from {', '.join(ACTIVATIONS)}")
     return _expert_ffn(geometry, name, activation, moments, x, experts_of, gates, valid, arena, bits, pages)

@@ -44,10 +44,15 @@ def examine() -> dict[str, Any]:
 
 def kernels(platforms: set[str]) -> dict[str, str]:
     """``"op/implementation"`` and ``"available"``, or the reason why it is not."""
-    from pallas_kernels.expert_ffn.api import IMPLEMENTATIONS
+    from pallas_kernels import native
+    from pallas_kernels.expert_ffn import problems
 
-    state = "available" if platforms else "unavailable: JAX has no device"
-    return {f"expert_ffn/{name}": state for name in IMPLEMENTATIONS}
+    if not platforms:
+        return {f"expert_ffn/{name}": "unavailable: JAX has no device" for name in ("xla", "native")}
+    state = {name: f"unavailable: {why}" if why else "available" for name, why in problems().items()}
+    if state["native"] == "available":
+        state["native"] += f", {native.instruction_set()} instructions"
+    return {f"expert_ffn/{name}": what for name, what in state.items()}
 
 
 def _directory(path: Path) -> dict[str, Any]:

@@ -1,5 +1,11 @@
 """Every expert_ffn implementation against a NumPy oracle on blocks of mixed precision: one shared class of tests."""
 
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -7,56 +13,84 @@ import numpy as np
 import pytest
 
 from pallas_kernels import bitplanes as bp
-from pallas_kernels.expert_ffn import IMPLEMENTATIONS, dense_expert_ffn, expert_ffn
+from pallas_kernels import native
+from pallas_kernels.expert_ffn import IMPLEMENTATIONS, dense_expert_ffn, expert_ffn, problems
 from pallas_kernels.expert_ffn.grouping import group, tile_count
 from pallas_kernels.pages import BlockShape, Geometry
 
 GROUP = jax.jit(group, static_argnums=(2, 3))
-EXPERTS, HIDDEN, INNER, TOP_K = 5, 40, 24, 3
-GEOMETRY = Geometry(96, (2, 3, 4, 5, 6), True, BlockShape(2 * INNER, HIDDEN, 4), BlockShape(HIDDEN, INNER, 8))
+EXPERTS, TOP_K = 5, 3
+
+
+def geometry(page_words, widths, fallback, hidden, inner, lut_rows):
+    blocks = BlockShape(2 * inner, hidden, lut_rows[0]), BlockShape(hidden, inner, lut_rows[1])
+    return Geometry(page_words, widths, fallback, *blocks)
+
+
+GEOMETRY = geometry(96, (2, 3, 4, 5, 6), True, 40, 24, (4, 8))
+# Rows of several registers, for code that is written in such.
+WIDE = "wide"
+CASES = {
+    "grouped tables": (GEOMETRY, "silu"),
+    "all that can be imported": (geometry(160, (3, 4, 5, 6, 7, 8), False, 72, 30, (1, 1)), "gelu_pytorch_tanh"),
+    "odd columns": (geometry(140, (4, 5), True, 35, 33, (3, 5)), "silu"),
+    WIDE: (geometry(420, (2, 3, 4, 5, 6, 7, 8), True, 808, 52, (4, 1)), "gelu_pytorch_tanh"),
+}
 
 
 class Block:
     """Random codes and tables, as calibration would hand them over."""
 
-    def __init__(self, shape: BlockShape, rng):
-        self.codes = rng.integers(0, 64, (shape.rows, shape.cols), dtype=np.uint8)
+    def __init__(self, shape: BlockShape, geometry: Geometry, rng):
+        self.codes = rng.integers(0, 1 << geometry.parent, (shape.rows, shape.cols), dtype=np.uint8)
         self.luts = {
-            b: np.sort(rng.normal(size=(shape.groups, 1 << b)) * 0.3, 1).astype(np.float16) for b in GEOMETRY.widths
+            b: np.sort(rng.normal(size=(shape.groups, 1 << b)) * 0.3, 1).astype(np.float16) for b in geometry.widths
         }
         self.scales = rng.uniform(0.5, 1.5, shape.rows).astype(np.float16)
 
 
-def make_layer(seed: int):
-    """``(arena, bits, pages, weights)``: experts at random bits, pages scattered, weights from the oracle."""
+def make_layer(seed: int, geometry: Geometry = GEOMETRY, width: int | None = None):
+    """``(arena, bits, pages, weights)``: experts at random bits or all at ``width``, pages scattered, weights from the
+    oracle.
+    """
     rng = np.random.default_rng(seed)
-    bits = rng.choice(GEOMETRY.all_bits, (EXPERTS, 2)).astype(np.int32)
-    pages = np.zeros((EXPERTS, 2, GEOMETRY.slots), np.int32)
-    need = sum(GEOMETRY.block_pages(m, int(bits[e, m])) for e in range(EXPERTS) for m in (0, 1))
+    bits = rng.choice([width] if width else geometry.all_bits, (EXPERTS, 2)).astype(np.int32)
+    pages = np.zeros((EXPERTS, 2, geometry.slots), np.int32)
+    need = sum(geometry.block_pages(m, int(bits[e, m])) for e in range(EXPERTS) for m in (0, 1))
     ids = iter(rng.permutation(np.arange(1, need + 20)))
-    arena = rng.integers(0, 2**32, (need + 20, GEOMETRY.page_words), dtype=np.uint32)
+    arena = rng.integers(0, 2**32, (need + 20, geometry.page_words), dtype=np.uint32)
     arena[0] = 0
     weights = {}
     for expert in range(EXPERTS):
         for m in (0, 1):
-            shape, b = GEOMETRY.shape(m), int(bits[expert, m])
+            shape, b = geometry.shape(m), int(bits[expert, m])
+            # The sums of wide layers stay as large as those of narrow ones.
             original = (rng.normal(size=(shape.rows, shape.cols)) * 0.3).astype(ml_dtypes.bfloat16)
-            host = bp.block_pages(Block(shape, rng), original, GEOMETRY, m)
-            weights[expert, m] = bp.read_block(host, GEOMETRY, m, b)
-            for slot, page in zip(GEOMETRY.table_slots(m, b), GEOMETRY.host_pages(m, b), strict=True):
+            host = bp.block_pages(Block(shape, geometry, rng), original, geometry, m)
+            weights[expert, m] = bp.read_block(host, geometry, m, b)
+            for slot, page in zip(geometry.table_slots(m, b), geometry.host_pages(m, b), strict=True):
                 pages[expert, m, slot] = next(ids)
                 arena[pages[expert, m, slot]] = host[page]
     return jnp.asarray(arena), jnp.asarray(bits), jnp.asarray(pages), weights
 
 
-def oracle(x, experts_of, gates, valid, weights):
+@cache
+def layer_of(case: str, width: int | None = None):
+    return make_layer(0, CASES[case][0], width)
+
+
+def oracle(x, experts_of, gates, valid, weights, activation="silu"):
     """Token by token in float64: output, squared norms of both blocks' inputs, and their second moments by expert."""
+    hidden, inner_size = weights[0, 1].shape
     y, stats = np.zeros(x.shape), np.zeros((*experts_of.shape, 2))
-    moments = np.zeros((EXPERTS, HIDDEN)), np.zeros((EXPERTS, INNER))
+    moments = np.zeros((EXPERTS, hidden)), np.zeros((EXPERTS, inner_size))
     for t in np.flatnonzero(valid):
         for j, expert in enumerate(experts_of[t]):
             gate, up = np.split(weights[expert, 0].astype(np.float64) @ x[t], 2)
-            inner = gate / (1 + np.exp(-gate)) * up
+            if activation == "silu":
+                inner = gate / (1 + np.exp(-gate)) * up
+            else:
+                inner = gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
             y[t] += gates[t, j] * (weights[expert, 1].astype(np.float64) @ inner)
             stats[t, j] = (x[t] @ x[t], inner @ inner)
             for own, read in zip(moments, (x[t], inner), strict=True):
@@ -64,9 +98,10 @@ def oracle(x, experts_of, gates, valid, weights):
     return y, stats, moments
 
 
-def make_tokens(tokens: int, seed: int, skew: bool = False):
+def make_tokens(tokens: int, seed: int, skew: bool = False, hidden: int = GEOMETRY.gate_up.cols):
     rng = np.random.default_rng(seed)
-    x = rng.normal(size=(tokens, HIDDEN)).astype(np.float32)
+    # Gates and ups of one size, however many columns there are.
+    x = (rng.normal(size=(tokens, hidden)) * min(1.0, np.sqrt(40 / hidden))).astype(np.float32)
     experts_of = np.stack([rng.permutation(EXPERTS)[:TOP_K] for _ in range(tokens)]).astype(np.int32)
     if skew:
         experts_of[:] = np.arange(TOP_K)
@@ -76,50 +111,133 @@ def make_tokens(tokens: int, seed: int, skew: bool = False):
 
 @pytest.fixture(scope="module")
 def layer():
-    return make_layer(0)
+    return layer_of("grouped tables")
 
 
-@pytest.mark.parametrize("implementation", [None, *IMPLEMENTATIONS])
-class TestExpertFFN:
-    """What every backend must do."""
+class ExpertFFN:
+    """What every backend must do; a backend is a subclass that names it."""
 
-    @pytest.mark.parametrize(("tokens", "skew"), [(1, False), (2, True), (7, False), (65, False), (64, True)])
-    def test_equals_the_oracle(self, layer, implementation, tokens, skew):
+    implementation: str
+
+    def check(self, case, layer, tokens, seed, skew=False):
+        geometry, activation = CASES[case]
         *memory, weights = layer
-        x, experts_of, gates, valid = make_tokens(tokens, tokens, skew)
+        x, experts_of, gates, valid = make_tokens(tokens, seed, skew, geometry.gate_up.cols)
         valid[0] = True
-        run = jax.jit(lambda *a: expert_ffn(*a, GEOMETRY, implementation, moments=True))
+        run = jax.jit(lambda *a: expert_ffn(*a, geometry, self.implementation, activation, moments=True))
         y, stats, moments = run(x, experts_of, gates, valid, *memory)
-        want_y, want_stats, want_moments = oracle(x, experts_of, gates, valid, weights)
+        want_y, want_stats, want_moments = oracle(x, experts_of, gates, valid, weights, activation)
         np.testing.assert_allclose(y, want_y, atol=2e-4)
         np.testing.assert_allclose(stats, want_stats, rtol=2e-4, atol=2e-4)
         for got, want in zip(moments, want_moments, strict=True):
             np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)
 
-    def test_no_valid_token_gives_zero(self, layer, implementation):
+    @pytest.mark.parametrize("case", [name for name in CASES if name != WIDE])
+    @pytest.mark.parametrize(("tokens", "skew"), [(1, False), (2, True), (7, False), (65, False), (64, True)])
+    def test_equals_the_oracle(self, case, tokens, skew):
+        self.check(case, layer_of(case), tokens, tokens, skew)
+
+    def test_no_valid_token_gives_zero(self, layer):
         *memory, _ = layer
         x, experts_of, gates, valid = make_tokens(4, 1)
-        y, stats = expert_ffn(x, experts_of, gates, np.zeros_like(valid), *memory, GEOMETRY, implementation)
+        y, stats = expert_ffn(x, experts_of, gates, np.zeros_like(valid), *memory, GEOMETRY, self.implementation)
         assert not np.any(y) and not np.any(stats)
 
-    def test_a_row_does_not_depend_on_its_neighbours(self, layer, implementation):
+    def test_a_row_does_not_depend_on_its_neighbours(self, layer):
         *memory, _ = layer
         x, experts_of, gates, valid = make_tokens(16, 2)
         valid[:] = True
-        run = jax.jit(lambda *a: expert_ffn(*a, GEOMETRY, implementation)[0])
+        run = jax.jit(lambda *a: expert_ffn(*a, GEOMETRY, self.implementation)[0])
         together = np.asarray(run(x, experts_of, gates, valid, *memory))
         for t in (0, 5, 15):
             alone = np.asarray(run(x, experts_of, gates, np.arange(16) == t, *memory))
             np.testing.assert_array_equal(alone[t], together[t])
 
-    def test_other_bits_do_not_compile_again(self, layer, implementation):
+    def test_other_bits_do_not_compile_again(self, layer):
         tokens = make_tokens(3, 3)
-        run = jax.jit(lambda *a: expert_ffn(*a, GEOMETRY, implementation))
+        run = jax.jit(lambda *a: expert_ffn(*a, GEOMETRY, self.implementation))
         arena = jnp.zeros((400, GEOMETRY.page_words), jnp.uint32)
         for seed in range(3):
             _, bits, pages, _ = make_layer(seed)
             run(*tokens, arena, bits, pages)
         assert run._cache_size() == 1
+
+
+class TestXla(ExpertFFN):
+    implementation = "xla"
+
+
+@pytest.mark.skipif(bool(problems()["native"]), reason=problems()["native"])
+class TestNative(ExpertFFN):
+    implementation = "native"
+
+    @pytest.mark.parametrize("bits", (2, 3, 4, 5, 6, 7, 8, 16))
+    @pytest.mark.parametrize("tokens", (1, 3, 8, 20))
+    def test_every_width(self, bits, tokens):
+        self.check(WIDE, layer_of(WIDE, bits), tokens, bits)
+
+    @pytest.mark.parametrize("case", CASES)
+    def test_bits_of_a_row_are_those_of_any_other_program(self, case):
+        # Alone, in a small group and in a large one: three ways through the kernel.
+        geometry, activation = CASES[case]
+        *memory, _ = layer_of(case)
+        x, experts_of, gates, valid = make_tokens(40, 5, True, geometry.gate_up.cols)
+        run = jax.jit(lambda *a: expert_ffn(*a, geometry, "native", activation))
+        whole = [np.asarray(a) for a in run(x, experts_of, gates, np.ones_like(valid), *memory)]
+        for count in (1, 2, 5, 8, 9):
+            part = run(x[:count], experts_of[:count], gates[:count], np.ones(count, bool), *memory)
+            for got, want in zip(part, whole, strict=True):
+                np.testing.assert_array_equal(got, want[:count])
+
+    @pytest.mark.parametrize(
+        ("what", "value", "message"),
+        [
+            ("bits", 7, "7 bits are not in this model"),
+            ("bits", 1, "1 bits are not in this model"),
+            ("pages", -1, "outside of the arena"),
+            ("pages", 2**31 - 1, "outside of the arena"),
+            ("experts_of", EXPERTS, "not one of 5"),
+            ("experts_of", -1, "not one of 5"),
+        ],
+    )
+    def test_what_is_out_of_range_is_an_error_and_no_stray_read(self, layer, what, value, message):
+        arena, bits, pages, _ = layer
+        x, experts_of, gates, valid = make_tokens(2, 3)
+        valid[:] = True
+        if what == "bits":
+            bits = bits.at[experts_of[0, 0], 1].set(value)
+        elif what == "pages":
+            pages = pages.at[experts_of[0, 0], 0, 0].set(value)
+        else:
+            experts_of[1, 2] = value
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+            jax.block_until_ready(expert_ffn(x, experts_of, gates, valid, arena, bits, pages, GEOMETRY, "native"))
+        if what == "experts_of":
+            valid[1] = False  # a masked token's choices are not looked at
+            expert_ffn(x, experts_of, gates, valid, arena, bits, pages, GEOMETRY, "native")
+
+    def test_shapes_are_checked_inside(self, layer):
+        arena, bits, pages, _ = layer
+        tokens = make_tokens(2, 3)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="slots a block"):
+            jax.block_until_ready(expert_ffn(*tokens, arena, bits, pages[..., :-1], GEOMETRY, "native"))
+        with pytest.raises(jax.errors.JaxRuntimeError, match="does not fit in a page"):
+            jax.block_until_ready(expert_ffn(*tokens, arena[:, :16], bits, pages, GEOMETRY, "native"))
+
+    @pytest.mark.parametrize("instructions", ["portable", "avx2"])
+    def test_lesser_instruction_sets(self, instructions):
+        if instructions == native.instruction_set():
+            pytest.skip("that is what the other tests run on")
+        if os.environ.get("PWJAX_NATIVE_ISA"):
+            pytest.skip("this is such a run")
+        chosen = "TestNative and (every_width or range or row_are or odd)"
+        command = [sys.executable, "-m", "pytest", "-q", str(Path(__file__)), "-k", chosen]
+        env = {**os.environ, "PWJAX_NATIVE_ISA": instructions}
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
+        if instructions == "avx2" and "names an instruction set" in done.stdout:
+            pytest.skip("this processor has no AVX2")
+        assert done.returncode == 0, done.stdout[-3000:]
+        assert "passed" in done.stdout, done.stdout[-3000:]
 
 
 def test_gradients_equal_those_of_the_dense_form(layer):
@@ -138,10 +256,27 @@ def test_gradients_equal_those_of_the_dense_form(layer):
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4)
 
 
+def test_without_a_name_there_is_always_one(layer, monkeypatch):
+    *memory, _ = layer
+    tokens = make_tokens(2, 0)
+    want = expert_ffn(*tokens, *memory, GEOMETRY, "xla")[0]
+    np.testing.assert_allclose(expert_ffn(*tokens, *memory, GEOMETRY)[0], want, atol=2e-4)
+    monkeypatch.setattr(native, "load", lambda: (None, "not built"))
+    np.testing.assert_array_equal(expert_ffn(*tokens, *memory, GEOMETRY)[0], want)
+
+
 def test_an_unknown_implementation_names_the_known_ones(layer):
     *memory, _ = layer
     with pytest.raises(ValueError, match="xla"):
         expert_ffn(*make_tokens(1, 0), *memory, GEOMETRY, "tritn")
+
+
+def test_an_implementation_that_is_unavailable_says_why_and_names_the_others(layer, monkeypatch):
+    *memory, _ = layer
+    monkeypatch.setattr(native, "load", lambda: (None, "not built"))
+    assert problems().keys() == IMPLEMENTATIONS.keys()
+    with pytest.raises(ValueError, match="not built.*xla: available"):
+        expert_ffn(*make_tokens(1, 0), *memory, GEOMETRY, "native")
 
 
 @pytest.mark.parametrize(

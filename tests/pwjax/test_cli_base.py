@@ -183,6 +183,10 @@ def test_doctor_and_version(capsys, monkeypatch, tmp_path):
     report = json.loads(out)
     assert code == 0 and report["devices"][0]["platform"] and report["versions"]["jax"]
     assert report["kernels"]["expert_ffn/xla"] == "available"
+    state = report["kernels"]["expert_ffn/native"]
+    assert state.startswith("unavailable: ") or state in {
+        f"available, {name} instructions" for name in ("avx512", "avx2", "portable")
+    }
     assert report["caches"]["models"] == {"path": str(tmp_path / "cache"), "writable": True, "bytes": 0}
     assert report["caches"]["compiled"]["path"].startswith(str(tmp_path / "cache"))
     _, text, _ = run(capsys, "doctor")

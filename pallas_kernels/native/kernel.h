@@ -1,0 +1,453 @@
+// expert_ffn for one instruction set. Included once by each of portable.cc, avx2.cc and avx512.cc, after `Isa` is
+// defined there; everything is in an unnamed namespace, so that no function compiled for one processor can be linked
+// into the code for another.
+//
+// Isa: V, a vector of kLanes floats; kTile, the tokens of a register tile; kChunk = 32 * kLanes columns, which it
+// decodes as 8 groups of 4 vectors in a column order of its own. Inputs are put into that order once, weights never.
+//
+// Every sum over columns has one order, chunk by chunk and group by group in one accumulator, whatever path it is
+// computed on and whatever else is computed beside it. A result so depends on its own row and token alone.
+
+namespace pwjax {
+namespace {
+
+constexpr int kRows = 4;          // output rows of a register tile
+constexpr int64_t kStreamed = 8;  // up to so many tokens, decoded weights stay in registers or the first cache
+constexpr int64_t kStreamBand = 32;
+constexpr int64_t kBandFloats = 48 * 1024;
+
+using V = Isa::V;
+
+// acc[t][i] += w row i times token t, over `vectors` vectors.
+template <int T>
+inline void multiply(const float* w, int64_t stride, const float* const* x, int64_t at, int vectors, V* acc) {
+  V sum[T][kRows];
+  for (int t = 0; t < T; ++t) {
+    for (int i = 0; i < kRows; ++i) sum[t][i] = acc[t * kRows + i];
+  }
+  for (int v = 0; v < vectors; ++v) {
+    V in[T];
+    for (int t = 0; t < T; ++t) in[t] = Isa::load(x[t] + at + v * Isa::kLanes);
+    for (int i = 0; i < kRows; ++i) {
+      V row = Isa::load(w + i * stride + v * Isa::kLanes);
+      for (int t = 0; t < T; ++t) sum[t][i] = Isa::fma(row, in[t], sum[t][i]);
+    }
+  }
+  for (int t = 0; t < T; ++t) {
+    for (int i = 0; i < kRows; ++i) acc[t * kRows + i] = sum[t][i];
+  }
+}
+
+inline void multiply(int tokens, const float* w, int64_t stride, const float* const* x, int64_t at, int vectors,
+                     V* acc) {
+  static_assert(Isa::kTile <= 6, "add the missing cases");
+  switch (tokens) {
+    case 1: return multiply<1>(w, stride, x, at, vectors, acc);
+    case 2: return multiply<2>(w, stride, x, at, vectors, acc);
+    case 3: return multiply<3>(w, stride, x, at, vectors, acc);
+#if PWJAX_TILE > 3
+    case 4: return multiply<4>(w, stride, x, at, vectors, acc);
+    case 5: return multiply<5>(w, stride, x, at, vectors, acc);
+    case 6: return multiply<6>(w, stride, x, at, vectors, acc);
+#endif
+  }
+}
+
+// Four rows of a block at a compile-time width, 16 for bfloat16 rows.
+template <int B>
+struct Tile {
+  static constexpr int kStreams = B == 16 ? 1 : B;
+  static constexpr int64_t kWords = B == 16 ? Isa::kChunk / 2 : Isa::kChunk / 32;
+  const uint32_t* words[kRows][kStreams];
+  int64_t row_words;
+  float scale[kRows];
+  const typename Isa::Table* table[kRows];
+  typename Isa::Table tables[kRows];
+  uint32_t tail[kRows][kStreams][kWords];
+
+  // Rows past `limit` repeat the last one; their results are not used.
+  Tile(const Block& block, int64_t first, int64_t limit) {
+    row_words = B == 16 ? block.dense.row_words : block.plane[0].row_words;
+    for (int i = 0; i < kRows; ++i) {
+      int64_t row = first + i < limit ? first + i : limit - 1;
+      if constexpr (B == 16) {
+        words[i][0] = block.dense.row(row);
+        scale[i] = 1.0f;
+      } else {
+        for (int p = 0; p < B; ++p) words[i][p] = block.plane[p].row(row);
+        int64_t group = row / block.lut_rows, member = row % block.lut_rows;
+        const uint32_t* record = block.lut.row(group);
+        scale[i] = half(record[member / 2] >> (16 * (member % 2)));
+        if (i > 0 && (first + i - 1) / block.lut_rows == group) {
+          table[i] = table[i - 1];
+        } else {
+          Isa::template make_table<B>(record + block.scale_words, &tables[i]);
+          table[i] = &tables[i];
+        }
+      }
+    }
+  }
+
+  // Goes to the next chunk; called before the first too. A part of a chunk is copied and filled up with zeros, so that
+  // nothing is read past a row's end.
+  void advance(int64_t chunk) {
+    int64_t left = row_words - chunk * kWords;
+    if (chunk == 0 && left >= kWords) return;
+    for (int i = 0; i < kRows; ++i) {
+      for (int p = 0; p < kStreams; ++p) {
+        if (chunk > 0) words[i][p] += kWords;
+        if (left < kWords) {
+          for (int64_t w = 0; w < kWords; ++w) tail[i][p][w] = w < left ? words[i][p][w] : 0;
+          words[i][p] = tail[i][p];
+        }
+      }
+    }
+  }
+
+  // Rows of a page lie one after another: the next tile's words are a tile's size further on.
+  void prefetch() const {
+    for (int i = 0; i < kRows; ++i) {
+      for (int p = 0; p < kStreams; ++p) {
+        const char* next = reinterpret_cast<const char*>(words[i][p] + kRows * row_words);
+        for (int64_t at = 0; at < kWords * 4; at += 64) __builtin_prefetch(next + at);
+      }
+    }
+  }
+
+  void decode(float* out, int64_t stride) const {
+    for (int i = 0; i < kRows; ++i) {
+      typename Isa::Codes codes;
+      if constexpr (B != 16) Isa::template unpack<B>(words[i], &codes);
+      for (int g = 0; g < 8; ++g) {
+        V w[4];
+        values(codes, i, g, w);
+        for (int u = 0; u < 4; ++u) Isa::store(out + i * stride + (g * 4 + u) * Isa::kLanes, w[u]);
+      }
+    }
+  }
+
+  // One token: decoded weights never leave the registers. The rows take turns, so that their sums overlap.
+  void dot(const float* x, V* acc) const {
+    typename Isa::Codes codes[kRows];
+    if constexpr (B != 16) {
+      for (int i = 0; i < kRows; ++i) Isa::template unpack<B>(words[i], &codes[i]);
+    }
+    for (int g = 0; g < 8; ++g) {
+      for (int i = 0; i < kRows; ++i) {
+        V w[4];
+        values(codes[i], i, g, w);
+        for (int u = 0; u < 4; ++u) acc[i] = Isa::fma(w[u], Isa::load(x + (g * 4 + u) * Isa::kLanes), acc[i]);
+      }
+    }
+  }
+
+ private:
+  void values(const typename Isa::Codes& codes, int i, int g, V* w) const {
+    if constexpr (B == 16) {
+      Isa::dense_values(words[i][0] + g * 2 * Isa::kLanes, w);
+    } else {
+      Isa::template values<B>(codes, *table[i], g, w);
+    }
+  }
+};
+
+// Products of rows [first, limit) with n tokens: out[t * stride + row - first].
+struct Rect {
+  const Block& block;
+  int64_t first, limit;
+  const float* const* x;
+  int64_t n;
+  float* out;
+  int64_t stride;
+
+  void put(int64_t t, int64_t row, const V* acc, const float* scale) const {
+    for (int i = 0; i < kRows && row + i < limit; ++i) {
+      out[t * stride + row + i - first] = Isa::sum(acc[i]) * scale[i];
+    }
+  }
+};
+
+template <int B>
+void stream(const Rect& r) {
+  int64_t chunks = ceil_div(r.block.cols, Isa::kChunk);
+  for (int64_t row = r.first; row < r.limit; row += kRows) {
+    Tile<B> tile(r.block, row, r.limit);
+    V acc[kStreamed * kRows];
+    for (V& a : acc) a = Isa::zero();
+    for (int64_t c = 0; c < chunks; ++c) {
+      tile.advance(c);
+      if (r.n == 1) {
+        tile.prefetch();
+        tile.dot(r.x[0] + c * Isa::kChunk, acc);
+        continue;
+      }
+      alignas(64) float weights[kRows * Isa::kChunk];
+      tile.prefetch();
+      tile.decode(weights, Isa::kChunk);
+      for (int64_t t = 0; t < r.n; t += Isa::kTile) {
+        int count = static_cast<int>(r.n - t < Isa::kTile ? r.n - t : Isa::kTile);
+        multiply(count, weights, Isa::kChunk, r.x + t, c * Isa::kChunk, 32, acc + t * kRows);
+      }
+    }
+    for (int64_t t = 0; t < r.n; ++t) r.put(t, row, acc + t * kRows, tile.scale);
+  }
+}
+
+// Rows that are decoded together for many tokens.
+inline int64_t band_rows(int64_t cols) {
+  int64_t rows = kBandFloats / (ceil_div(cols, Isa::kChunk) * Isa::kChunk) / kRows * kRows;
+  return rows < kRows ? kRows : rows > 24 ? 24 : rows;
+}
+
+template <int B>
+void band(const Rect& r) {
+  int64_t chunks = ceil_div(r.block.cols, Isa::kChunk), width = chunks * Isa::kChunk;
+  int64_t most = band_rows(r.block.cols);
+  static thread_local std::vector<float> room;
+  room.resize(most * width + 16);
+  float* weights = room.data() + (64 - reinterpret_cast<uintptr_t>(room.data()) % 64) % 64 / 4;
+  for (int64_t first = r.first; first < r.limit; first += most) {
+    int64_t limit = first + most < r.limit ? first + most : r.limit;
+    float scale[24];
+    for (int64_t row = first; row < limit; row += kRows) {
+      Tile<B> tile(r.block, row, limit);
+      for (int64_t c = 0; c < chunks; ++c) {
+        tile.advance(c);
+        tile.decode(weights + (row - first) * width + c * Isa::kChunk, width);
+      }
+      for (int i = 0; i < kRows; ++i) scale[row - first + i] = tile.scale[i];
+    }
+    for (int64_t t = 0; t < r.n; t += Isa::kTile) {
+      int count = static_cast<int>(r.n - t < Isa::kTile ? r.n - t : Isa::kTile);
+      V acc[24 * Isa::kTile];
+      for (V& a : acc) a = Isa::zero();
+      // Two chunks of the tokens stay in the first cache while all rows of the band pass.
+      for (int64_t c = 0; c < chunks; c += 2) {
+        int vectors = c + 1 < chunks ? 64 : 32;
+        for (int64_t row = first; row < limit; row += kRows) {
+          multiply(count, weights + (row - first) * width + c * Isa::kChunk, width, r.x + t, c * Isa::kChunk, vectors,
+                   acc + (row - first) * Isa::kTile);
+        }
+      }
+      for (int64_t row = first; row < limit; row += kRows) {
+        for (int j = 0; j < count; ++j) {
+          r.put(t + j, row, acc + (row - first) * Isa::kTile + j * kRows, scale + row - first);
+        }
+      }
+    }
+  }
+}
+
+template <int B>
+void rows_at(const Rect& r) {
+  r.n <= kStreamed ? stream<B>(r) : band<B>(r);
+}
+
+inline void rows(const Rect& r) {
+  switch (r.block.bits) {
+    case 2: return rows_at<2>(r);
+    case 3: return rows_at<3>(r);
+    case 4: return rows_at<4>(r);
+    case 5: return rows_at<5>(r);
+    case 6: return rows_at<6>(r);
+    case 7: return rows_at<7>(r);
+    case 8: return rows_at<8>(r);
+    case 16: return rows_at<16>(r);
+  }
+}
+
+// `in` [cols] in the order that the weights of planes, or of 16-bit rows, are decoded in; zeros up to padded(cols).
+inline void reorder(const float* in, int64_t cols, bool pairs, float* out) {
+  int64_t width = padded(cols);
+  for (int64_t chunk = 0; chunk < width; chunk += Isa::kChunk) {
+    for (int at = 0; at < Isa::kChunk; ++at) {
+      int64_t column = chunk + (pairs ? Isa::pair_column(at) : Isa::plane_column(at));
+      out[chunk + at] = column < cols ? in[column] : 0.0f;
+    }
+  }
+}
+
+// Eight sums that take turns: one fixed order that also vectorizes.
+inline float square_norm(const float* in, int64_t count) {
+  float sums[8] = {};
+  int64_t at = 0;
+  for (; at + 8 <= count; at += 8) {
+    for (int i = 0; i < 8; ++i) sums[i] += in[at + i] * in[at + i];
+  }
+  for (int i = 0; at + i < count; ++i) sums[i] += in[at + i] * in[at + i];
+  return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+}
+
+// exp by a power of two and a polynomial of degree 6 on [-ln2/2, ln2/2]: within two units in the last place.
+inline float exponential(float x) {
+  x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+  float shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer in the low bits
+  float n = shifted - 12582912.0f;
+  float f = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * f + 1.3981999507e-3f;
+  p = p * f + 8.3334519073e-3f;
+  p = p * f + 4.1665795894e-2f;
+  p = p * f + 1.6666665459e-1f;
+  p = p * f + 5.0000001201e-1f;
+  p = p * f * f + f + 1.0f;
+  int32_t power = (static_cast<int32_t>(n) + 127) << 23;
+  float two;
+  __builtin_memcpy(&two, &power, 4);
+  return p * two;
+}
+
+// gate * sigmoid(s) * up into `gate`: silu with s = gate; the tanh form of gelu is g * sigmoid(2u).
+inline void activate(Activation activation, float* gate, const float* up, int64_t count) {
+  if (activation == Activation::kSilu) {
+    for (int64_t i = 0; i < count; ++i) gate[i] = gate[i] / (1.0f + exponential(-gate[i])) * up[i];
+  } else {
+    for (int64_t i = 0; i < count; ++i) {
+      float g = gate[i], u = 0.7978845608f * (g + 0.044715f * g * g * g);
+      gate[i] = g / (1.0f + exponential(-2.0f * u)) * up[i];
+    }
+  }
+}
+
+// Items of a phase over bands of `total` rows of every group.
+struct Bands {
+  std::vector<std::pair<size_t, int64_t>> items;  // group, first row
+  std::vector<int64_t> size;                      // of each group's bands
+
+  Bands(const std::vector<Group>& groups, int matrix, int64_t total) {
+    for (size_t g = 0; g < groups.size(); ++g) {
+      bool streamed = static_cast<int64_t>(groups[g].choices.size()) <= kStreamed;
+      size.push_back(streamed ? kStreamBand : band_rows(groups[g].block[matrix].cols));
+      for (int64_t row = 0; row < total; row += size[g]) items.emplace_back(g, row);
+    }
+  }
+};
+
+// Everything that the phases of a call share; lives on the caller's stack until the last phase is done.
+struct Run {
+  const Call& call;
+  const std::vector<Group>& groups;
+  Scratch scratch;
+  Bands gate_up, down;
+  bool planes = false, pairs = false;  // which orders of x are read
+  std::vector<std::vector<const float*>> outer, inner;  // of each group: what its choices read
+  std::vector<size_t> group_of;                         // of each choice; groups.size() where masked
+
+  Run(const Call& c, const std::vector<Group>& g)
+      : call(c), groups(g), scratch(c.scratch, c.tokens, c.top_k, c.hidden, c.inner), gate_up(g, 0, c.inner),
+        down(g, 1, c.hidden), outer(g.size()), inner(g.size()), group_of(c.choices(), g.size()) {
+    for (size_t i = 0; i < groups.size(); ++i) {
+      bool dense = groups[i].block[0].bits == 16;
+      (dense ? pairs : planes) = true;
+      const float* from = dense ? scratch.x_pairs : scratch.x_planes;
+      for (int64_t choice : groups[i].choices) {
+        group_of[choice] = i;
+        outer[i].push_back(from + choice / call.top_k * padded(call.hidden));
+        inner[i].push_back(scratch.inner_ordered + choice * padded(call.inner));
+      }
+    }
+  }
+
+  void token_in(int64_t t) {
+    float norm = 0.0f;
+    if (call.valid[t]) {
+      const float* x = call.x + t * call.hidden;
+      norm = square_norm(x, call.hidden);
+      if (planes) reorder(x, call.hidden, false, scratch.x_planes + t * padded(call.hidden));
+      if (pairs) reorder(x, call.hidden, true, scratch.x_pairs + t * padded(call.hidden));
+    }
+    for (int64_t j = 0; j < call.top_k; ++j) {
+      float* stats = call.stats + (t * call.top_k + j) * 2;
+      stats[0] = norm;
+      stats[1] = 0.0f;
+    }
+  }
+
+  void gate_up_band(int64_t item) {
+    auto [g, first] = gate_up.items[item];
+    const Group& group = groups[g];
+    int64_t limit = first + gate_up.size[g] < call.inner ? first + gate_up.size[g] : call.inner;
+    int64_t n = group.choices.size(), count = limit - first;
+    static thread_local std::vector<float> room;
+    room.resize(2 * n * count);
+    float *gate = room.data(), *up = gate + n * count;
+    rows(Rect{group.block[0], first, limit, outer[g].data(), n, gate, count});
+    rows(Rect{group.block[0], call.inner + first, call.inner + limit, outer[g].data(), n, up, count});
+    for (int64_t t = 0; t < n; ++t) {
+      activate(call.activation, gate + t * count, up + t * count, count);
+      std::memcpy(scratch.inner + group.choices[t] * call.inner + first, gate + t * count, count * sizeof(float));
+    }
+  }
+
+  void choice_between(int64_t choice) {
+    size_t g = group_of[choice];
+    if (g == groups.size()) return;
+    const float* in = scratch.inner + choice * call.inner;
+    call.stats[choice * 2 + 1] = square_norm(in, call.inner);
+    reorder(in, call.inner, groups[g].block[1].bits == 16, scratch.inner_ordered + choice * padded(call.inner));
+  }
+
+  void down_band(int64_t item) {
+    auto [g, first] = down.items[item];
+    const Group& group = groups[g];
+    int64_t limit = first + down.size[g] < call.hidden ? first + down.size[g] : call.hidden;
+    int64_t n = group.choices.size(), count = limit - first;
+    static thread_local std::vector<float> room;
+    room.resize(n * count);
+    rows(Rect{group.block[1], first, limit, inner[g].data(), n, room.data(), count});
+    for (int64_t t = 0; t < n; ++t) {
+      float* out = scratch.out + group.choices[t] * call.hidden + first;
+      std::memcpy(out, room.data() + t * count, count * sizeof(float));
+    }
+  }
+
+  void token_out(int64_t t) {
+    float* y = call.y + t * call.hidden;
+    std::memset(y, 0, call.hidden * sizeof(float));
+    if (!call.valid[t]) return;
+    for (int64_t j = 0; j < call.top_k; ++j) {
+      float gate = call.gates[t * call.top_k + j];
+      const float* out = scratch.out + (t * call.top_k + j) * call.hidden;
+      for (int64_t i = 0; i < call.hidden; ++i) y[i] += gate * out[i];
+    }
+  }
+
+  void moments_of(int64_t item) {
+    const Group& group = groups[item / 2];
+    bool second = item % 2;
+    int64_t cols = second ? call.inner : call.hidden;
+    float* sums = call.moments[second] + group.expert * cols;
+    for (int64_t choice : group.choices) {
+      const float* in = second ? scratch.inner + choice * cols : call.x + choice / call.top_k * cols;
+      float gate = call.gates[choice];
+      for (int64_t i = 0; i < cols; ++i) sums[i] += gate * gate * (in[i] * in[i]);
+    }
+  }
+};
+
+}  // namespace
+
+// Fills in `team` with the work of a call. The returned object must live until the team is done.
+std::shared_ptr<void> PWJAX_ENTRY(const Call& call, const std::vector<Group>& groups, Team* team) {
+  auto run = std::make_shared<Run>(call, groups);
+  Run* r = run.get();
+  auto phase = [team, r](int64_t items, void (Run::*what)(int64_t)) {
+    team->phase(items, [r, what](int64_t item) {
+      Isa::Mode mode;
+      (r->*what)(item);
+    });
+  };
+  phase(call.tokens, &Run::token_in);
+  phase(r->gate_up.items.size(), &Run::gate_up_band);
+  phase(call.choices(), &Run::choice_between);
+  phase(r->down.items.size(), &Run::down_band);
+  phase(call.tokens, &Run::token_out);
+  if (call.moments[0]) {
+    std::memset(call.moments[0], 0, call.experts * call.hidden * sizeof(float));
+    std::memset(call.moments[1], 0, call.experts * call.inner * sizeof(float));
+    phase(2 * groups.size(), &Run::moments_of);
+  }
+  return run;
+}
+
+}  // namespace pwjax

@@ -1,0 +1,80 @@
+// expert_ffn in plain C++: any processor, any compiler with GCC's vector types.
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "call.h"
+#include "half.h"
+#include "team.h"
+
+namespace pwjax {
+namespace {
+
+struct Isa {
+  typedef float V __attribute__((vector_size(16)));
+  static constexpr int kLanes = 4, kTile = 3, kChunk = 32 * kLanes;
+  struct Mode {
+    Mode() {}
+  };
+
+  static V zero() { return V{}; }
+  static V load(const float* from) {
+    V v;
+    __builtin_memcpy(&v, from, sizeof v);
+    return v;
+  }
+  static void store(float* to, V v) { __builtin_memcpy(to, &v, sizeof v); }
+  static V fma(V a, V b, V c) { return a * b + c; }
+  static float sum(V v) { return (v[0] + v[1]) + (v[2] + v[3]); }
+
+  // Columns in their own order.
+  static int plane_column(int at) { return at; }
+  static int pair_column(int at) { return at; }
+
+  struct Table {
+    float value[256];
+  };
+  struct Codes {
+    uint8_t code[kChunk];
+  };
+
+  template <int B>
+  static void make_table(const uint32_t* lut, Table* table) {
+    for (int i = 0; i < 1 << B; ++i) table->value[i] = half(lut[i / 2] >> (16 * (i % 2)));
+  }
+
+  template <int B>
+  static void unpack(const uint32_t* const* planes, Codes* codes) {
+    for (int w = 0; w < kChunk / 32; ++w) {
+      for (int c = 0; c < 32; ++c) {
+        uint32_t code = 0;
+        for (int p = 0; p < B; ++p) code = code << 1 | (planes[p][w] >> c & 1);
+        codes->code[32 * w + c] = static_cast<uint8_t>(code);
+      }
+    }
+  }
+
+  template <int B>
+  static void values(const Codes& codes, const Table& table, int g, V* out) {
+    const uint8_t* code = codes.code + 4 * kLanes * g;
+    for (int u = 0; u < 4; ++u, code += kLanes) {
+      out[u] = V{table.value[code[0]], table.value[code[1]], table.value[code[2]], table.value[code[3]]};
+    }
+  }
+
+  static void dense_values(const uint32_t* words, V* out) {
+    for (int u = 0; u < 4; ++u, words += 2) {
+      const uint32_t pairs[kLanes] = {words[0] << 16, words[0] & 0xffff0000u, words[1] << 16, words[1] & 0xffff0000u};
+      __builtin_memcpy(&out[u], pairs, sizeof pairs);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace pwjax
+
+#define PWJAX_TILE 3
+#define PWJAX_ENTRY expert_ffn_portable
+#include "kernel.h"
