@@ -1,7 +1,9 @@
 """Calibrating while quantizing and afterwards: the same tables, after any kill; experts that no token reached."""
 
 import errno
+import itertools
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -93,7 +95,7 @@ def test_codes_and_refined_tables_follow_the_inputs_the_same_way_every_time(tmp_
         quantize(params, CONFIG, tmp_path / "none.pw", refine=True)
 
 
-def test_an_artifact_is_calibrated_anew_to_the_same_tables(made, tmp_path):
+def test_an_artifact_is_calibrated_anew_to_the_same_tables(made, tmp_path, monkeypatch):
     told = []
     again = calibrate(made, **TEXT, note=told.append)
     old = load_file(made / TABLES)
@@ -110,6 +112,17 @@ def test_an_artifact_is_calibrated_anew_to_the_same_tables(made, tmp_path):
     kept = calibrate(made, **TEXT, progress=lambda *step: steps.append(step))
     assert not steps and all((kept.tables[name] == table).all() for name, table in again.tables.items())
     assert work.exists()
+
+    # Where both forms of the prompt residual help there are all tensors that docs/artifact.md lists, and as it says.
+    error = itertools.count(0, -1)
+    monkeypatch.setattr("calib.residual.judge", lambda *_: {"helps": True, "on": next(error)})
+    full = calibrate(made, **TEXT).tables
+    document, listed = Path(__file__).parents[2] / "docs" / "artifact.md", {}
+    rows = re.findall(r"^\| (`.+?`) \| (\w+)`\[(.+?)\]` \|", document.read_text("utf-8"), re.M)
+    for names, dtype, axes in rows:
+        listed |= {name: (dtype, axes.count(",") + 1) for name in re.findall("`(.+?)`", names)}
+    found = {re.sub("^damage/.*", "damage/<kind>", n): (t.dtype.name, t.ndim) for n, t in full.items()}
+    assert found == listed
     discard(made)
     assert not work.exists()
 
