@@ -17,7 +17,15 @@ from planner import BlockTable, Plan, Policy, get_policy
 from planner.solve import uniform
 from pwjax import environment
 from pwjax.checkpoints.artifact import Artifact
-from pwjax.engine.budget import MemoryPlan, plan_memory, remembered_sizes, shrink_to_fit, step_memory
+from pwjax.engine.budget import (
+    MemoryPlan,
+    ProgramSizes,
+    plan_memory,
+    program_name,
+    remembered_sizes,
+    shrink_to_fit,
+    step_memory,
+)
 from pwjax.engine.decisions import Decisions, Live
 from pwjax.engine.engine import Engine
 from pwjax.engine.eviction import default_damage_per_ms
@@ -42,13 +50,17 @@ Report = Callable[[str], None]
 
 
 class Outlook(NamedTuple):
-    """What a budget gives, before anything is allocated: shapes, bytes, and the plan to start with."""
+    """What a budget gives, before anything is allocated: shapes, bytes, and the plan to start with.
+
+    ``running_bytes``: what each program adds to the live buffers while it runs, see ``budget.ProgramSizes``.
+    """
 
     shapes: StepShapes
     memory: MemoryPlan
     plan: Plan
     policy: Policy
     moves: bool
+    running_bytes: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -130,9 +142,11 @@ def outlook(
         )
     params = params_spec(config)
 
+    def sizes(form: StepShapes) -> ProgramSizes:
+        return remembered_sizes(form, lambda: step_memory(form, params, report))
+
     def measure(form: StepShapes) -> MemoryPlan:
-        sizes = remembered_sizes(form, lambda: step_memory(form, params, report))
-        return plan_memory(form, params, table, memory_budget_bytes, fixed, sizes)
+        return plan_memory(form, params, table, memory_budget_bytes, fixed, sizes(form))
 
     if shrink:
         shapes, memory = shrink_to_fit(shapes, measure)
@@ -142,7 +156,7 @@ def outlook(
         plan = _fixed_plan(table, fixed)
     else:
         plan = chosen.initial(table, memory.capacity_pages, _reserve(memory, shapes, chosen.moves))
-    return Outlook(shapes, memory, plan, chosen, moves)
+    return Outlook(shapes, memory, plan, chosen, moves, sizes(shapes).running_bytes)
 
 
 def load(
@@ -200,7 +214,7 @@ def load(
         programs = {}
         for key in shapes.keys:
             if report:
-                report(f"{key[0]} {key[1]}")
+                report(program_name(key))
             programs[key] = compile_step(shapes, key, memory.num_pages, params_spec(config))
         weights = load_weights(
             artifact, view.plan.bits, memory.num_pages, memory.staging_pages, kv_shapes=shapes.kv_shapes,

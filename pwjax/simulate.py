@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from pwjax.engine.budget import page_table_bytes
+from pwjax.engine.budget import page_table_bytes, program_name
 from pwjax.engine.decisions import Live
 from pwjax.engine.engine import Engine
 from pwjax.engine.eviction import default_damage_per_ms
@@ -73,7 +73,7 @@ class Simulation:
 
 def simulate(view: Outlook, arrivals: list[Arrival]) -> Simulation:
     """Run a trace under the budget and policy of ``view``, which must fit; once a view."""
-    engine = _SimulatedEngine(_parts(view))
+    engine = _SimulatedEngine(_parts(view), view.running_bytes)
     parts, result = engine.parts, Simulation(budget_bytes=view.memory.budget_bytes)
 
     def watch(step: int) -> None:
@@ -103,23 +103,25 @@ def _parts(view: Outlook) -> Parts:
         arena, allocator, page_table, shapes.geometry, transfer,
         staging_pages=memory.staging_pages, clock=lambda: 0.0,
     )  # fmt: skip
-    pager.load_initial(view.plan.bits)
+    page_table_size = page_table_bytes(config, shapes.geometry)
+    meter = _Predicted(held_bytes=memory.dense_bytes + memory.arena_bytes + page_table_size, pager=pager)
+    pager.load_initial(view.plan.bits, lambda *_: meter.observe())
     kv = KVPages(allocator, shapes.kv_kinds, shapes.slots)
-    held = memory.dense_bytes + memory.arena_bytes + memory.table_bytes - page_table_bytes(config, shapes.geometry)
+    meter.held_bytes += memory.table_bytes - 2 * page_table_size
     stub: Any = SimpleNamespace(close=lambda: None)
     return Parts(
         shapes=shapes, memory=memory, table=table, params={}, programs={}, arena=arena, allocator=allocator, kv=kv,
         page_table=page_table, pager=pager, transfer=transfer, store=stub, policy=view.policy,
-        decisions=Live(view.policy), tokenizer=None, meter=_Predicted(held_bytes=held, pager=pager),
+        decisions=Live(view.policy), tokenizer=None, meter=meter,
         log=EpochLog(None, {}), start_bits=view.plan.bits, moves=view.moves, seed=0,
         prefixes=Prefixes(kv, shapes.chunks[-1]), damage_per_ms=default_damage_per_ms(table),
     )  # fmt: skip
 
 
 class _SimulatedEngine(Engine):
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: Parts, running_bytes: dict[str, int]):
         super().__init__(parts)
-        self._dispatcher = _NoDispatches(parts)  # pyright: ignore[reportAttributeAccessIssue]
+        self._dispatcher = _NoDispatches(parts, running_bytes)  # pyright: ignore[reportAttributeAccessIssue]
         self.boundaries.routing = _AsCalibrated(parts.table)
 
 
@@ -131,8 +133,8 @@ class _AsCalibrated(RoutingRecord):
 class _NoDispatches:
     """Advances sequences as ``Dispatcher`` would."""
 
-    def __init__(self, parts: Parts):
-        self._parts = parts
+    def __init__(self, parts: Parts, running_bytes: dict[str, int]):
+        self._parts, self._running_bytes = parts, running_bytes
         config = parts.shapes.config
         self._token = next(i for i in range(config.vocab_size) if i not in config.eos_token_ids)
 
@@ -140,8 +142,9 @@ class _NoDispatches:
         shapes, meter = self._parts.shapes, self._parts.meter
         self._parts.kv.copies.clear()
         left = sequence.prefill_target - sequence.kv_tokens
-        count = min(left, next((c for c in shapes.chunks if c >= left), shapes.chunks[-1]))
-        meter.observe(self._parts.memory.step_bytes)
+        bucket = next((c for c in shapes.chunks if c >= left), shapes.chunks[-1])
+        count = min(left, bucket)
+        meter.observe(self._running_bytes[program_name(("prefill", bucket))])
         meter.prefill.tokens += count
         sequence.kv_tokens += count
         return self._sampled(np.ones((1, 1), bool)), None
@@ -149,7 +152,7 @@ class _NoDispatches:
     def decode(self, running, limits):
         meter, steps = self._parts.meter, self._parts.shapes.decode_tokens
         live = np.arange(steps)[:, None] < np.array(limits)
-        meter.observe(self._parts.memory.step_bytes)
+        meter.observe(self._running_bytes[program_name(("decode", steps))])
         for slot, sequence in enumerate(running):
             if sequence is not None:
                 fed = int(live[:, slot].sum())

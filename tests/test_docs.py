@@ -12,6 +12,7 @@ import pytest
 
 from pwjax.checkpoints.artifact import Artifact
 from pwjax.cli import COMMANDS, cli
+from pwjax.engine.budget import ProgramSizes
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted(
@@ -58,7 +59,7 @@ def beside_model(tiny_artifact, tmp_path, monkeypatch) -> Path:
 
 def test_readme_python_runs(beside_model, capsys, monkeypatch):
     # Little is computed and much is compiled: leave out what makes programs fast, and measuring their sizes.
-    monkeypatch.setattr("pwjax.loading.remembered_sizes", lambda *_: (4 << 20, 1 << 20))
+    monkeypatch.setattr("pwjax.loading.remembered_sizes", lambda *_: ProgramSizes(4 << 20, 1 << 20))
     jax.config.update("jax_disable_most_optimizations", True)
     try:
         names = run_python("README.md")

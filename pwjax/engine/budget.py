@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -31,6 +31,16 @@ from pwjax.memory.moves import largest_demotion_pages
 STAND_IN_PAGES = 8
 # Staging holds this many of the widest commits: one lands while the next is copied.
 STAGING_COMMITS = 2
+
+
+@dataclass(frozen=True)
+class ProgramSizes:
+    """``step_bytes`` and ``commit_bytes`` of a :class:`MemoryPlan`; and what a program, by :func:`program_name`, adds
+    to the live buffers while it runs."""
+
+    step_bytes: int
+    commit_bytes: int
+    running_bytes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -97,25 +107,31 @@ def tree_bytes(tree) -> int:
     return sum(int(np.prod(a.shape)) * np.dtype(a.dtype).itemsize for a in jax.tree.leaves(tree))
 
 
-def step_memory(shapes: StepShapes, params, report: Callable[[str], None] | None = None) -> tuple[int, int]:
-    """``(step_bytes, commit_bytes)`` of the programs of ``shapes``, read from their compilation."""
+def program_name(key: tuple[str, int]) -> str:
+    """Readable name of a compiled step: ``prefill 32``."""
+    return f"{key[0]} {key[1]}"
+
+
+def step_memory(shapes: StepShapes, params, report: Callable[[str], None] | None = None) -> ProgramSizes:
+    """Sizes of the programs of ``shapes``, read from their compilation."""
     page_words = shapes.geometry.page_words
     fixed = tree_bytes(params) + STAND_IN_PAGES * page_words * WORD_BYTES
-    step = 0
+    step, running = 0, {}
     for key in shapes.keys:
         if report:
-            report(f"{key[0]} {key[1]}")
+            report(program_name(key))
         sizes = program_memory(compile_step(shapes, key, STAND_IN_PAGES, params))
         step = max(step, sizes.extra_bytes - fixed - _tables(shapes)[0])
+        running[program_name(key)] = sizes.running_bytes
     programs = commit_programs(STAND_IN_PAGES, page_words, COMMIT_WIDTHS, shapes.kv_shapes)
     sizes = {key: program_memory(program).extra_bytes for key, program in programs.items()}
     pages = max(size for (name, *_), size in sizes.items() if name == "commit_pages")
     # The rows of all kinds of attention are there while one of them is written.
     rows = max(sum(sizes["commit_kv", *commit] for commit in shapes.kv_commits(*key)) for key in shapes.keys)
-    return step, max(pages, rows)
+    return ProgramSizes(step, max(pages, rows), running)
 
 
-def remembered_sizes(shapes: Any, measure: Callable[[], tuple[int, int]]) -> tuple[int, int]:
+def remembered_sizes(shapes: Any, measure: Callable[[], ProgramSizes]) -> ProgramSizes:
     """``measure()``, kept in the user's cache; ``shapes`` is a dataclass with all that the programs depend on."""
     facts = {
         "kind": type(shapes).__name__,
@@ -127,15 +143,15 @@ def remembered_sizes(shapes: Any, measure: Callable[[], tuple[int, int]]) -> tup
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
     path = environment.cache_dir() / "step-memory" / f"{digest}.json"
     try:
-        step, commit = json.loads(path.read_text())
-        return int(step), int(commit)
-    except (OSError, ValueError, TypeError):
+        step, commit, running = json.loads(path.read_text())
+        return ProgramSizes(int(step), int(commit), {name: int(size) for name, size in running.items()})
+    except (OSError, ValueError, TypeError, AttributeError):
         pass
     sizes = measure()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(sizes))
+        temporary.write_text(json.dumps(astuple(sizes)))
         os.replace(temporary, path)
     except OSError:
         pass  # a cache that cannot be written costs time, nothing else
@@ -169,14 +185,15 @@ def plan_memory(
     table: BlockTable,
     budget_bytes: int | None,
     fixed_bits: int | np.ndarray | None = None,
-    sizes: tuple[int, int] | None = None,
+    sizes: ProgramSizes | None = None,
 ) -> MemoryPlan:
     """Divide ``budget_bytes`` (None: whatever the best case needs) among the parts.
 
     ``params`` are dense parameters or their shapes; ``sizes`` the result of :func:`step_memory`, measured here if
     not given. With ``fixed_bits`` the weights neither rise nor fall.
     """
-    step_bytes, commit_bytes = sizes or step_memory(shapes, params)
+    sizes = sizes or step_memory(shapes, params)
+    step_bytes, commit_bytes = sizes.step_bytes, sizes.commit_bytes
     with_kv, page_table = _tables(shapes)
     page_bytes = shapes.geometry.page_bytes
     sequence_pages = shapes.kv_pages(shapes.context)

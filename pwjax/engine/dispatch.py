@@ -23,9 +23,7 @@ class Dispatcher:
 
     def __init__(self, parts: Parts):
         self._parts = parts
-        # What a program adds to the live buffers while it runs; arguments are among the live ones.
-        sizes = {key: program_memory(program) for key, program in parts.programs.items()}
-        self._program_bytes = {key: m.temp_bytes + m.output_bytes - m.alias_bytes for key, m in sizes.items()}
+        self._temp_bytes = {key: program_memory(program).temp_bytes for key, program in parts.programs.items()}
 
     def prefill(self, sequence: Sequence) -> tuple[Sampled, RoutingStats]:
         """The next chunk of a sequence; the sampled token (on the host) counts after the last chunk only."""
@@ -34,9 +32,10 @@ class Dispatcher:
         tokens = _padded(sequence.tokens(sequence.kv_tokens, count), bucket)
         slots = self._slots([sequence], [count])
         with parts.meter.prefill.timed():
-            sampled, rows, stats = self._run(("prefill", bucket), tokens, np.int32(sequence.slot), slots)
+            key = ("prefill", bucket)
+            sampled, rows, stats = self._run(key, tokens, np.int32(sequence.slot), slots)
             self._commit(parts.kv.places(sequence.slot, sequence.kv_tokens, count, bucket), rows)
-            sampled = jax.device_get(sampled)
+            sampled = self._result(key, sampled)
         parts.meter.prefill.tokens += count
         sequence.kv_tokens += count
         return sampled, stats
@@ -48,14 +47,15 @@ class Dispatcher:
         """
         parts = self._parts
         bucket, count = self._cut(sequence)
-        self._compile(("score", bucket))
+        key = ("score", bucket)
+        self._compile(key)
         start = sequence.kv_tokens
         tokens, targets = (_padded(sequence.tokens(at, count), bucket) for at in (start, start + 1))
         slots = self._slots([sequence], [count])
         with parts.meter.prefill.timed():
-            logprobs, rows, stats = self._run(("score", bucket), tokens, targets, np.int32(sequence.slot), slots)
+            logprobs, rows, stats = self._run(key, tokens, targets, np.int32(sequence.slot), slots)
             self._commit(parts.kv.places(sequence.slot, start, count, bucket), rows)
-            logprobs = np.array(logprobs)
+            logprobs = self._result(key, logprobs)
         parts.meter.prefill.tokens += count
         sequence.kv_tokens += count
         return logprobs[:count], stats
@@ -66,7 +66,7 @@ class Dispatcher:
         last = np.array([s.generated[-1] if s else 0 for s in running], np.int32)
         with parts.meter.decode.timed():
             sampled, rows, stats = self._run(("decode", tokens), last, self._slots(running, limits))
-            sampled = jax.device_get(sampled)
+            sampled = self._result(("decode", tokens), sampled)
         places = []
         for slot, sequence in enumerate(running):
             fed = int(sampled.live[:, slot].sum()) if sequence else 0
@@ -92,13 +92,13 @@ class Dispatcher:
         with parts.meter.compiling():
             program = compile_step(parts.shapes, key, parts.memory.num_pages, parts.params)
         sizes = program_memory(program)
-        need = sizes.temp_bytes + sizes.output_bytes - sizes.alias_bytes
+        need = sizes.running_bytes
         if need > parts.memory.step_bytes:
             raise BudgetError(
                 f"the program {key[0]} {key[1]} needs {need} bytes, but the budget has {parts.memory.step_bytes} for "
                 "the programs of generation; load with a larger batch, which has larger programs"
             )
-        parts.programs[key], self._program_bytes[key] = program, need
+        parts.programs[key], self._temp_bytes[key] = program, sizes.temp_bytes
 
     def _run(self, key: tuple[str, int], *arguments) -> tuple[Any, tuple[jax.Array, ...], RoutingStats]:
         parts = self._parts
@@ -107,10 +107,18 @@ class Dispatcher:
         for source, target in parts.kv.copies:
             parts.arena.copy_pages(source, target)
         parts.kv.copies.clear()
-        parts.meter.observe(self._program_bytes[key])
         program = parts.programs[key]
         with jax.profiler.TraceAnnotation(f"{key[0]} {key[1]}"):
             return program(parts.params, parts.arena.array, parts.page_table.table, parts.kv.table, *arguments)
+
+    def _result(self, key: tuple[str, int], result: Any) -> Any:
+        """``result`` of the program ``key`` on the host; a reading of the meter once it is there.
+
+        By then, what the program gave back is alive, and so are pages that landed while it ran.
+        """
+        result = jax.device_get(result)
+        self._parts.meter.observe(self._temp_bytes[key])
+        return result
 
     def _commit(self, places: Seq[Seq[np.ndarray]], rows: Seq[jax.Array]) -> None:
         """Write the rows of every kind of attention to their pages and words."""

@@ -18,7 +18,7 @@ from jax import lax
 from pallas_kernels.pages import Geometry
 from planner import BlockTable, Plan, get_policy
 from pwjax.config import ModelConfig
-from pwjax.engine.budget import STAND_IN_PAGES, MemoryPlan, page_table_bytes, remembered_sizes, tree_bytes
+from pwjax.engine.budget import STAND_IN_PAGES, MemoryPlan, ProgramSizes, page_table_bytes, remembered_sizes, tree_bytes
 from pwjax.engine.weights import params_spec
 from pwjax.errors import BudgetError
 from pwjax.memory.arena import COMMIT_WIDTHS, commit_programs, program_memory
@@ -95,15 +95,16 @@ def plan_scoring(
     # Sizes do not depend on the arena; where its size is known, what is compiled here is what will run.
     pages = STAND_IN_PAGES if bits is None else 1 + table.total_pages(bits)
 
-    def measure() -> tuple[int, int]:
+    def measure() -> ProgramSizes:
         if report:
             report(shapes.name)
         known = tree_bytes(params) + pages * geometry.page_bytes + page_table_bytes(config, geometry)
         step = program_memory(compile_score(shapes, pages)).extra_bytes - known
         commits = commit_programs(STAND_IN_PAGES, geometry.page_words, COMMIT_WIDTHS).values()
-        return step, max(program_memory(program).extra_bytes for program in commits)
+        return ProgramSizes(step, max(program_memory(program).extra_bytes for program in commits))
 
-    step, commit = remembered_sizes(shapes, measure)
+    sizes = remembered_sizes(shapes, measure)
+    step, commit = sizes.step_bytes, sizes.commit_bytes
     dense, tables = tree_bytes(params), 2 * page_table_bytes(config, geometry)
     staging = COMMIT_WIDTHS[-1] * geometry.page_bytes
     rest = dense + tables + step + commit + staging

@@ -38,6 +38,11 @@ class ProgramMemory:
         """Bytes it needs beside the arrays it updates in place: other arguments, temporaries, fresh outputs."""
         return self.argument_bytes + self.temp_bytes + self.output_bytes - 2 * self.alias_bytes
 
+    @property
+    def running_bytes(self) -> int:
+        """Bytes it adds to live arguments while it runs: temporaries and fresh outputs."""
+        return self.temp_bytes + self.output_bytes - self.alias_bytes
+
 
 def program_memory(compiled: jax.stages.Compiled) -> ProgramMemory:
     """Sizes that XLA reports for a compiled program (never its peak figure, which omits temporaries on the CPU)."""

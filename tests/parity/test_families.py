@@ -17,6 +17,7 @@ from pwjax import Request, SamplingParams, load, quantize  # noqa: E402
 from pwjax.checkpoints.hf import load_hf  # noqa: E402
 from pwjax.checkpoints.hf_names import Names  # noqa: E402
 from pwjax.checkpoints.tree import flatten, param_shapes  # noqa: E402
+from pwjax.engine.budget import ProgramSizes  # noqa: E402
 from pwjax.models import Fresh, apply, logits, loss_fn  # noqa: E402
 
 pytestmark = pytest.mark.parity
@@ -174,7 +175,7 @@ CHUNKS = [7, pytest.param(1, marks=SLOW), pytest.param(64, marks=SLOW), pytest.p
 def test_greedy_text_of_the_engine(continued, monkeypatch, family, chunk):
     """In a ragged batch and alone; programs of decoding are the same for all chunks, so they are compiled once."""
     # Measuring compiles every program a second time; without a budget its result changes nothing.
-    monkeypatch.setattr("pwjax.loading.remembered_sizes", lambda shapes, measure: (1 << 24, 1 << 24))
+    monkeypatch.setattr("pwjax.loading.remembered_sizes", lambda shapes, measure: ProgramSizes(1 << 24, 1 << 24))
     artifact, texts = continued(family)
     sampling = SamplingParams(max_tokens=64, ignore_eos=True)
     requests = [Request(i, prompt_token_ids=tuple(ids), sampling=sampling) for i, ids in enumerate(PROMPTS)]

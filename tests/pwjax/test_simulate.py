@@ -7,10 +7,19 @@ import pytest
 from pwjax.checkpoints.artifact import Artifact
 from pwjax.engine.trace import Arrival, read_trace, run_trace
 from pwjax.errors import UsageError
-from pwjax.loading import Injected, load, outlook
+from pwjax.loading import Injected, load, open_model, outlook
 from pwjax.memory import ThreadTransfer
 from pwjax.simulate import simulate
 
+# What leaves an engine's programs, moves and pages in different use.
+TRACES = {
+    "burst": [Arrival(i // 4, 10 + i * 37 % 40, 20 + i * 53 % 60) for i in range(12)],
+    "short prompts": [Arrival(i, 3 + i % 20, 10) for i in range(8)],
+    "long prompts": [Arrival(i * 3, 70 + 7 * i, 8) for i in range(5)],
+    "two bursts": [Arrival(i // 5 * 90 + i % 3, 40, 60) for i in range(10)],
+    "single": [Arrival(0, 10, 8)],
+    "trickle": [Arrival(9 * i, 1 + i * 29 % 100, 1 + i * 17 % 25) for i in range(15)],
+}
 # More than the lowest budget holds at once, so that precision gives way and comes back.
 BURST = [Arrival(*row) for row in ((0, 40, 40), (1, 60, 60), (2, 20, 30), (3, 50, 70), (60, 5, 90))]
 
@@ -36,9 +45,9 @@ class Punctual(ThreadTransfer):
 NO_TIME = Injected(transfer=Punctual, clock=lambda: 0.0)
 
 
-def simulated(path, memory_budget, policy):
+def simulated(path, memory_budget, policy, trace=BURST):
     view = outlook(Artifact.open(path), memory_budget_bytes=memory_budget, batch=3, policy=policy)
-    return simulate(view, BURST)
+    return simulate(view, trace)
 
 
 @pytest.mark.parametrize("policy", ["default", "paper", "uniform-dynamic", "static"])
@@ -66,6 +75,31 @@ def test_an_engine_on_the_same_trace_agrees(tiny_artifact, policy):
     assert found.kv_peak_pages == stats["memory"]["pages_kv_peak"]
     assert min(row[1] for row in found.timeline) == pytest.approx(stats["precision"]["mean_bits_min"], abs=0.25)
     assert found.preemptions == stats["scheduler"]["preemptions"]
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_peaks_are_predicted_within_a_percent(tiny_artifact, name):
+    limit = budget(Artifact.open(tiny_artifact), 60)
+    found = simulated(tiny_artifact, limit, "default", TRACES[name])
+    with load(tiny_artifact, limit, batch=3, injected=NO_TIME) as engine:
+        run_trace(engine, TRACES[name])
+        peak = engine.stats()["memory"]["peak_bytes"]
+    assert found.peak_bytes == pytest.approx(peak, rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["burst", "long prompts", "two bursts"])
+def test_peaks_of_the_bundled_model_are_predicted(name):
+    """With copies that take their time, as in any engine."""
+    trace = [Arrival(a.at_step, 6 * a.prompt_tokens, 2 * a.max_tokens) for a in TRACES[name]]
+    memory = outlook(open_model(None), batch=4, context=1024).memory
+    limit = memory.smallest_budget_bytes + (memory.total_bytes - memory.smallest_budget_bytes) // 3
+    found = simulate(outlook(open_model(None), memory_budget_bytes=limit, batch=4, context=1024), trace)
+    with load(None, limit, batch=4, context=1024) as engine:
+        run_trace(engine, trace)
+        stats = engine.stats()
+    assert found.demotions and stats["precision"]["demotions"]
+    assert found.peak_bytes == pytest.approx(stats["memory"]["peak_bytes"], rel=0.01)
 
 
 def test_traces_are_read_and_sorted(tmp_path):
