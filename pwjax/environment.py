@@ -23,8 +23,12 @@ def package_version(distribution: str = "pwjax") -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions that results depend on: ours, Python's and the base packages'. JSON-ready; imports nothing heavy."""
+    """Versions that results depend on: ours, Python's and the base packages', and which kernels were asked for.
+
+    JSON-ready; imports nothing heavy.
+    """
     found = {"pwjax": package_version() or "source", "python": platform.python_version()}
+    found["kernels"] = os.environ.get("PWJAX_KERNELS") or "xla"
     return found | {name: package_version(name) or "missing" for name in DISTRIBUTIONS}
 
 

@@ -1,5 +1,6 @@
 """Public op and dispatch: ``implementation=None`` takes the best available, a named one never falls back."""
 
+import os
 from functools import partial
 
 import jax
@@ -36,10 +37,11 @@ def expert_ffn(
     ``pages`` int32[E, 2, S]; ``activation`` a name in ``ACTIVATIONS``. Returns ``(y float32[T, H], stats
     float32[T, k, 2])``, stats being the squared norms of both blocks' inputs; with ``moments`` also ``(float32[E, H],
     float32[E, I])``, sums of ``gate^2 * input^2`` over an expert's tokens for both blocks. ``y`` and stats are
-    differentiable by ``x`` and ``gates`` (reverse mode). Raises ValueError for an unknown ``implementation`` or
+    differentiable by ``x`` and ``gates`` (reverse mode). Without ``implementation`` the environment's ``PWJAX_KERNELS``
+    is taken, else "xla". Raises ValueError for an implementation that is unknown or unavailable and for an unknown
     ``activation``.
     """
-    name = implementation or "xla"
+    name = implementation or os.environ.get("PWJAX_KERNELS") or "xla"
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"unknown expert_ffn implementation {name!r}; choose from {', '.join(IMPLEMENTATIONS)}")
     if problem := problems()[name]:

@@ -109,7 +109,7 @@ struct Tile {
     for (int i = 0; i < kRows; ++i) {
       for (int p = 0; p < kStreams; ++p) {
         const char* next = reinterpret_cast<const char*>(words[i][p] + kRows * row_words);
-        for (int64_t at = 0; at < kWords * 4; at += 64) __builtin_prefetch(next + at);
+        for (int64_t at = 0; at < kWords * 4; at += 64) __builtin_prefetch(next + at, 0, 2);
       }
     }
   }
@@ -132,13 +132,16 @@ struct Tile {
     if constexpr (B != 16) {
       for (int i = 0; i < kRows; ++i) Isa::template unpack<B>(words[i], &codes[i]);
     }
+    V sum[kRows];
+    for (int i = 0; i < kRows; ++i) sum[i] = acc[i];
     for (int g = 0; g < 8; ++g) {
       for (int i = 0; i < kRows; ++i) {
         V w[4];
         values(codes[i], i, g, w);
-        for (int u = 0; u < 4; ++u) acc[i] = Isa::fma(w[u], Isa::load(x + (g * 4 + u) * Isa::kLanes), acc[i]);
+        for (int u = 0; u < 4; ++u) sum[i] = Isa::fma(w[u], Isa::load(x + (g * 4 + u) * Isa::kLanes), sum[i]);
       }
     }
+    for (int i = 0; i < kRows; ++i) acc[i] = sum[i];
   }
 
  private:

@@ -1,0 +1,234 @@
+// Runs the C++ kernels without Python or XLA: a random layer whose buffers end exactly where they must, every width,
+// several sizes of groups, against plain loops. For sanitizers: tests/pallas_kernels/test_native_driver.py.
+// With an argument, times one expert instead: driver ISA BITS TOKENS HIDDEN INNER HOT.
+#include <time.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "call.h"
+#include "half.h"
+#include "team.h"
+
+namespace pwjax {
+using Fill = std::shared_ptr<void> (*)(const Call&, const std::vector<Group>&, Team*);
+std::shared_ptr<void> expert_ffn_portable(const Call&, const std::vector<Group>&, Team*);
+#if defined(__x86_64__)
+std::shared_ptr<void> expert_ffn_avx2(const Call&, const std::vector<Group>&, Team*);
+std::shared_ptr<void> expert_ffn_avx512(const Call&, const std::vector<Group>&, Team*);
+#endif
+
+namespace {
+
+std::mt19937 random_bits(1);
+
+// A buffer of its own, so that a step past either end is seen.
+template <typename T>
+std::unique_ptr<T[]> buffer(int64_t count, T value = {}) {
+  std::unique_ptr<T[]> made(new T[count]);
+  std::fill(made.get(), made.get() + count, value);
+  return made;
+}
+
+struct Layer {
+  Geometry geometry;
+  int64_t experts, num_pages;
+  std::unique_ptr<uint32_t[]> arena;
+  std::unique_ptr<int32_t[]> bits, pages;
+
+  Layer(int64_t hidden, int64_t inner, int64_t lut_rows, int64_t count, int width) : experts(count) {
+    const int64_t lut = ceil_div(lut_rows, 2) + 128;
+    const int64_t widest = std::max({lut, ceil_div(hidden, 2), ceil_div(inner, 2)});
+    geometry = {widest + 3, 2, 8, 1, 0, {{2 * inner, hidden, lut_rows}, {hidden, inner, lut_rows}}};
+    // The arena's last row ends with the arena: no unused tail hides a step too far.
+    for (int64_t slots = 1; !geometry_problem(geometry).empty(); ++slots) geometry.slots = slots;
+    num_pages = experts * 2 * geometry.slots;
+    arena = buffer<uint32_t>(num_pages * geometry.page_words);
+    for (int64_t i = 0; i < num_pages * geometry.page_words; ++i) arena[i] = random_bits() & 0x3bff3bffu;
+    bits = buffer<int32_t>(experts * 2);
+    pages = buffer<int32_t>(num_pages);
+    for (int64_t i = 0; i < num_pages; ++i) pages[i] = num_pages - 1 - i;
+    for (int64_t i = 0; i < experts * 2; ++i) bits[i] = width ? width : 2 + random_bits() % 8;
+    for (int64_t i = 0; i < experts * 2; ++i) bits[i] = bits[i] == 9 ? 16 : bits[i];
+  }
+
+  Group group(int64_t expert, std::vector<int64_t> choices) const {
+    Group made{expert, {}, std::move(choices)};
+    for (int m = 0; m < 2; ++m) {
+      std::string problem = read_block(geometry, m, arena.get(), num_pages, bits[2 * expert + m],
+                                       pages.get() + (2 * expert + m) * geometry.slots, &made.block[m]);
+      if (!problem.empty()) {
+        std::printf("%s\n", problem.c_str());
+        std::exit(1);
+      }
+    }
+    return made;
+  }
+};
+
+float weight(const Block& block, int64_t row, int64_t col) {
+  if (block.bits == 16) {
+    uint32_t bits = block.dense.row(row)[col / 2] >> (16 * (col % 2)) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+  }
+  int64_t code = 0;
+  for (int p = 0; p < block.bits; ++p) code = 2 * code + (block.plane[p].row(row)[col / 32] >> (col % 32) & 1);
+  const uint32_t* record = block.lut.row(row / block.lut_rows);
+  int64_t member = row % block.lut_rows;
+  return half(record[member / 2] >> (16 * (member % 2)) & 0xffff) *
+         half(record[block.scale_words + code / 2] >> (16 * (code % 2)) & 0xffff);
+}
+
+struct Job {
+  std::unique_ptr<float[]> x, gates, y, stats, outer, inner, scratch;
+  std::unique_ptr<int32_t[]> experts_of;
+  std::unique_ptr<bool[]> valid;
+  std::vector<Group> groups;
+  Call call{};
+
+  Job(const Layer& layer, int64_t tokens, int64_t top_k) {
+    const int64_t hidden = layer.geometry.matrix[1].rows, inner_size = layer.geometry.matrix[1].cols;
+    x = buffer<float>(tokens * hidden);
+    gates = buffer<float>(tokens * top_k, 0.5f);
+    valid = buffer<bool>(tokens, true);
+    experts_of = buffer<int32_t>(tokens * top_k);
+    y = buffer<float>(tokens * hidden, NAN);
+    stats = buffer<float>(tokens * top_k * 2, NAN);
+    outer = buffer<float>(layer.experts * hidden, NAN);
+    inner = buffer<float>(layer.experts * inner_size, NAN);
+    scratch = buffer<float>(Scratch(nullptr, tokens, top_k, hidden, inner_size).floats, NAN);
+    std::normal_distribution<float> normal(0.0f, 1.0f / std::sqrt(static_cast<float>(hidden)));
+    for (int64_t i = 0; i < tokens * hidden; ++i) x[i] = normal(random_bits);
+    if (tokens > 2) valid[1] = false;
+    std::vector<std::vector<int64_t>> choices(layer.experts);
+    for (int64_t i = 0; i < tokens * top_k; ++i) {
+      // Uneven: expert 0 gets half of the tokens.
+      experts_of[i] = i % top_k ? 1 + random_bits() % (layer.experts - 1) : i / top_k % 2 % layer.experts;
+      if (valid[i / top_k]) choices[experts_of[i]].push_back(i);
+    }
+    for (int64_t e = 0; e < layer.experts; ++e) {
+      if (!choices[e].empty()) groups.push_back(layer.group(e, choices[e]));
+    }
+    call = {tokens, top_k, hidden, inner_size, layer.experts, Activation::kSilu, x.get(), experts_of.get(), gates.get(),
+            valid.get(), y.get(), stats.get(), {outer.get(), inner.get()}, scratch.get()};
+  }
+
+  void run(Fill fill, int threads) {
+    auto team = std::make_shared<Team>();
+    std::shared_ptr<void> work = fill(call, groups, team.get());
+    std::vector<std::thread> others;
+    Team::run(team, threads - 1, [&](auto task) { others.emplace_back(std::move(task)); });
+    for (std::thread& other : others) other.join();
+  }
+
+  // Largest difference of y from plain loops, over the largest value.
+  double error() const {
+    const int64_t hidden = call.hidden, inner_size = call.inner;
+    std::vector<double> want(call.tokens * hidden), h(inner_size);
+    for (const Group& group : groups) {
+      for (int64_t choice : group.choices) {
+        int64_t t = choice / call.top_k;
+        for (int64_t i = 0; i < inner_size; ++i) {
+          double gate = 0, up = 0;
+          for (int64_t c = 0; c < hidden; ++c) {
+            gate += static_cast<double>(weight(group.block[0], i, c)) * x[t * hidden + c];
+            up += static_cast<double>(weight(group.block[0], inner_size + i, c)) * x[t * hidden + c];
+          }
+          h[i] = gate / (1 + std::exp(-gate)) * up;
+        }
+        for (int64_t r = 0; r < hidden; ++r) {
+          double sum = 0;
+          for (int64_t i = 0; i < inner_size; ++i) sum += weight(group.block[1], r, i) * h[i];
+          want[t * hidden + r] += gates[choice] * sum;
+        }
+      }
+    }
+    double worst = 0, largest = 1e-30;
+    for (int64_t i = 0; i < call.tokens * hidden; ++i) {
+      if (!(std::fabs(y[i] - want[i]) <= worst)) worst = std::fabs(y[i] - want[i]);
+      largest = std::max(largest, std::fabs(want[i]));
+    }
+    return worst / largest;
+  }
+};
+
+double cpu_ms() {
+  timespec now;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return now.tv_sec * 1e3 + now.tv_nsec * 1e-6;
+}
+
+Fill named(const std::string& name) {
+#if defined(__x86_64__)
+  if (name == "avx2") return expert_ffn_avx2;
+  if (name == "avx512") return expert_ffn_avx512;
+#endif
+  return expert_ffn_portable;
+}
+
+int measure(char** argv) {
+  const int bits = std::atoi(argv[2]), tokens = std::atoi(argv[3]), hot = std::atoi(argv[6]);
+  const int64_t experts = hot ? 2 : 24;
+  Layer layer(std::atoi(argv[4]), std::atoi(argv[5]), 1, experts, bits);
+  std::vector<double> times;
+  Job job(layer, tokens, 1);
+  std::fill(job.valid.get(), job.valid.get() + tokens, true);
+  std::vector<int64_t> all(tokens);
+  for (int t = 0; t < tokens; ++t) all[t] = t;
+  for (int turn = 0; turn < (tokens > 64 ? 8 : 60); ++turn) {
+    job.groups.clear();
+    job.groups.push_back(layer.group(turn % experts, all));
+    double start = cpu_ms();
+    job.run(named(argv[1]), 1);
+    times.push_back(cpu_ms() - start);
+  }
+  std::sort(times.begin(), times.end());
+  std::printf("%s %2d bits %3d tokens: median %.3f best %.3f ms\n", argv[1], bits, tokens, times[times.size() / 2],
+              times[0]);
+  return 0;
+}
+
+int check() {
+  std::vector<std::string> names = {"portable"};
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+    names.push_back("avx2");
+  }
+  if (__builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512dq")) names.push_back("avx512");
+#endif
+  int failures = 0;
+  for (const std::string& name : names) {
+    for (int64_t tokens : {1, 3, 40}) {
+      for (int64_t hidden : {33, 300, 520}) {
+        for (int64_t lut_rows : {1, 3}) {
+          Layer layer(hidden, 39, hidden % lut_rows ? 1 : lut_rows, 4, 0);
+          Job job(layer, tokens, 2);
+          job.run(named(name), 3);
+          double error = job.error();
+          if (!(error < 1e-5)) {
+            std::printf("%s, %d tokens, hidden %d: error %g\n", name.c_str(), static_cast<int>(tokens),
+                        static_cast<int>(hidden), error);
+            ++failures;
+          }
+        }
+      }
+    }
+    std::printf("%s checked\n", name.c_str());
+  }
+  return failures != 0;
+}
+
+}  // namespace
+}  // namespace pwjax
+
+int main(int argc, char** argv) { return argc > 6 ? pwjax::measure(argv) : pwjax::check(); }
