@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from pager_rig import BLOCKS, EXPERTS, GEOMETRY, LAYERS, WIDTHS, Clock, block_pages, stored_words
 
-from pallas_kernels.pages import BlockShape, Geometry
 from pwjax.memory.allocator import PageAllocator
 from pwjax.memory.faults import FakeStore
 from pwjax.memory.kv import KVKind, KVPages
@@ -20,9 +20,7 @@ from pwjax.memory.page_table import PageTableState
 from pwjax.memory.pager import Pager
 from pwjax.memory.transfer import StagedPages, TransferError
 
-WORDS, WIDTHS = 64, (4, 16)
-GEOMETRY = Geometry(WORDS, (2, 3, 4), True, BlockShape(32, 64, 4), BlockShape(32, 96, 4))
-LAYERS, EXPERTS, BLOCKS = 2, 2, 8
+WORDS = GEOMETRY.page_words
 SLOTS, CONTEXT, ROW_WORDS = 3, 40, 16
 STAGING = 16
 
@@ -93,15 +91,14 @@ class Memory(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        low = sum(GEOMETRY.block_pages(block % 2, 2) for block in range(BLOCKS))
+        low = block_pages([2] * BLOCKS)
         self.allocator = PageAllocator(1 + low + 70)
         self.arena, self.store = HostArena(self.allocator.num_pages), FakeStore(WORDS)
-        self.copies, self.now, self.index = Copies(self.store), 0.0, 0
+        self.copies, self.clock, self.index = Copies(self.store), Clock(), 0
         self.table = PageTableState(LAYERS, EXPERTS, GEOMETRY)
-        clock = lambda: self.now  # noqa: E731
         self.pager = Pager(
-            self.arena, self.allocator, self.table, GEOMETRY, self.copies, clock=clock, staging_pages=STAGING,
-            late_s=10.0, tries=3, pace=Pace(clock),
+            self.arena, self.allocator, self.table, GEOMETRY, self.copies, clock=self.clock, staging_pages=STAGING,
+            late_s=10.0, tries=3, pace=Pace(self.clock),
         )  # fmt: skip
         self.pager.load_initial(np.full(BLOCKS, 2))
         kinds = [KVKind(1, ROW_WORDS, WORDS, CONTEXT, window=6), KVKind(1, ROW_WORDS, WORDS, CONTEXT)]
@@ -145,7 +142,7 @@ class Memory(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.001, 0.1, 4.0]))
     def time_passes(self, seconds):
-        self.now += seconds
+        self.clock.now += seconds
 
     @rule()
     def stop_promotions(self):
@@ -157,7 +154,7 @@ class Memory(RuleBasedStateMachine):
     def boundary(self, urgent, idle, takes_s):
         before, epoch = self.pager.committed, self.table.epoch
         expected = self.allocator.free_pages + self.pager.releasing_pages - self.pager.reserving_pages
-        final = sum(GEOMETRY.block_pages(b % 2, int(self.pager.desired[b])) for b in range(BLOCKS))
+        final = block_pages(self.pager.desired)
         assert expected == self.allocator.capacity_pages - self.kv.used_pages - final
         commit, self.arena.commit_pages = self.arena.commit_pages, self.slow(takes_s)
         report = self.pager.boundary(self.index, urgent=urgent, idle=idle)
@@ -182,7 +179,7 @@ class Memory(RuleBasedStateMachine):
 
     def slow(self, takes_s):
         def commit(ids, words):
-            self.now += takes_s
+            self.clock.now += takes_s
             HostArena.commit_pages(self.arena, ids, words)
 
         return commit
@@ -195,25 +192,21 @@ class Memory(RuleBasedStateMachine):
         assert self.pager.counters.staging_peak_pages <= STAGING
         assert not self.arena.words[0].any()
         for block in range(BLOCKS):
-            layer, expert, matrix = self.table.locate(block)
-            host = GEOMETRY.host_block_start(expert, matrix) + np.array(
-                GEOMETRY.host_pages(matrix, self.table.block_bits(block))
-            )
             words = self.arena.words[self.table.block_pages(block)]
-            np.testing.assert_array_equal(words, self.store.read(layer, host))
+            np.testing.assert_array_equal(words, stored_words(self.store, self.table, block))
 
     @invariant()
     def a_demotion_never_waits_for_pages(self):
-        if largest_demotion_pages(GEOMETRY) <= STAGING:
-            down = self.pager.desired < self.pager.committed
-            assert all(self.pager._shape(int(b)).reserve == 0 for b in np.flatnonzero(down & ~self.pager.moving))
+        assert largest_demotion_pages(GEOMETRY) <= STAGING
+        down = self.pager.desired < self.pager.committed
+        assert all(self.pager._shape(int(b)).reserve == 0 for b in np.flatnonzero(down & ~self.pager.moving))
 
     def teardown(self):
         for slot in range(SLOTS):
             self.kv.release(slot)
         self.pager.close()
         self.pager.check_invariants()
-        resident = sum(GEOMETRY.block_pages(b % 2, self.table.block_bits(b)) for b in range(BLOCKS))
+        resident = block_pages(self.table.block_bits(b) for b in range(BLOCKS))
         assert self.allocator.used_pages == resident
 
 

@@ -1,0 +1,9 @@
+"""Lets tests import what they share in this folder by name."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+pytest.register_assert_rewrite("pager_rig")
