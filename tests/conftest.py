@@ -1,5 +1,6 @@
 """Runs the tests on the CPU unless a GPU is asked for, and keeps compiled programs between runs."""
 
+import inspect
 import os
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def pytest_configure(config):
     if cache is not None:
         # Inherited by the command lines that tests start.
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache.mkdir("jax")))
-        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
         os.environ.setdefault("PWJAX_CACHE_DIR", str(cache.mkdir("pwjax")))
 
 
@@ -132,19 +133,45 @@ def packed():
     return pack
 
 
-@pytest.fixture
-def open_tiny(tiny_artifact):
-    """``open_tiny(pages, **options)``: an engine of the tiny model whose arena has exactly ``pages`` pages.
+@pytest.fixture(scope="session")
+def budget_for():
+    """``budget_for(path, pages, **options)``: bytes that leave exactly ``pages`` pages, the null page included.
 
-    Four slots and 290 pages unless told otherwise: programs of one shape are compiled once.
+    ``options`` are those of ``load``; those that have no part in the bytes are left out.
     """
     from pwjax.checkpoints.artifact import Artifact
-    from pwjax.loading import load, outlook
+    from pwjax.loading import outlook
 
-    def opened(pages: int = 290, **options):
-        shapes = {"batch": 4, "context": 128, **options}
-        fixed = {k: v for k, v in shapes.items() if k not in ("log", "seed", "prefix_cache", "damage_per_ms")}
-        memory = outlook(Artifact.open(tiny_artifact), **fixed).memory
-        return load(tiny_artifact, memory.total_bytes - memory.arena_bytes + pages * memory.page_bytes, **shapes)
+    known = inspect.signature(outlook).parameters
+
+    def budget(path, pages: int, **options) -> int:
+        memory = outlook(Artifact.open(path), **{k: v for k, v in options.items() if k in known}).memory
+        return memory.total_bytes - memory.arena_bytes + pages * memory.page_bytes
+
+    return budget
+
+
+@pytest.fixture(scope="session")
+def open_tiny(tiny_artifact, budget_for):
+    """``open_tiny(pages, **options)``: an engine of the tiny model whose arena has exactly ``pages`` pages.
+
+    Four slots and 290 pages unless told otherwise: programs of one shape are compiled once. With these, KV cannot grow
+    to its full size (256) beside the weights at 6 bits (120). ``path``: a copy of the model.
+    """
+    from pwjax.loading import load
+
+    def opened(pages: int = 290, path=tiny_artifact, **options):
+        options = {"batch": 4, "context": 128, **options}
+        return load(path, budget_for(path, pages, **options), **options)
 
     return opened
+
+
+@pytest.fixture(scope="module")
+def quick_programs():
+    """Where little is computed and much is compiled: leave out what makes programs fast, in a module's fixtures too."""
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -6,7 +6,6 @@ import shlex
 from pathlib import Path
 
 import click
-import jax
 import numpy as np
 import pytest
 
@@ -57,14 +56,10 @@ def beside_model(tiny_artifact, tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_readme_python_runs(beside_model, capsys, monkeypatch):
-    # Little is computed and much is compiled: leave out what makes programs fast, and measuring their sizes.
+def test_readme_python_runs(beside_model, capsys, monkeypatch, quick_programs):
+    # Sizes of programs are not measured: that would compile them once more.
     monkeypatch.setattr("pwjax.loading.remembered_sizes", lambda *_: ProgramSizes(4 << 20, 1 << 20))
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        names = run_python("README.md")
-    finally:
-        jax.config.update("jax_disable_most_optimizations", False)
+    names = run_python("README.md")
     assert names["logits"].shape == (8, 33, 256) and np.isfinite(names["logits"]).all()
     assert (beside_model / "mine.pw" / "manifest.json").exists()
     assert "release" in capsys.readouterr().out

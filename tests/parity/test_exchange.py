@@ -96,9 +96,7 @@ def test_export_is_what_the_paged_form_computes(made, tmp_path, bits):
         table = weights.page_table.table
         paged = ours(made.config, weights.params, Paged(weights.arena.array, table.bits, table.pages, made.geometry))
     finally:
-        weights.pager.close()
-        weights.transfer.close()
-        weights.store.close()
+        weights.close()
     assert worst(dense, theirs) < TOLERANCE and worst(paged, theirs) < TOLERANCE
     # Widths differ by far more than that, and the rounded export by little more.
     exact = ours(made.config, jax.tree.map(np.asarray, made.source().tree()))

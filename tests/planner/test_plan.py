@@ -66,8 +66,8 @@ def test_a_block_is_explained_by_everything_that_decided(make_table):
     ranks = [re.search(r"up .* rank (\d+) of (\d+)", plan.explain(block=i)) for i in range(table.blocks)]
     found = sorted(int(match[1]) for match in ranks if match)
     assert found == list(range(1, len(found) + 1)) and int(ranks[demoted][2]) == len(found)
-    at_floor = int(np.flatnonzero(plan.bits == plan.floor)[0]) if (plan.bits == plan.floor).any() else None
-    assert at_floor is None or "no move: it is at its floor" in plan.explain(block=at_floor)
+    lowest = demote(table, np.full(table.blocks, 6), 10**6, FloorRule().stages(table))
+    assert (lowest.bits == lowest.floor).all() and "no move: it is at its floor" in lowest.explain(block=0)
 
 
 def test_blocks_have_two_names(make_table):

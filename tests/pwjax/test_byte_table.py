@@ -95,9 +95,7 @@ def test_whole_pages_are_what_the_engine_allocates(tmp_path, name):
         try:
             assert weights.allocator.used_pages * geometry.page_bytes == wanted
         finally:
-            weights.pager.close()
-            weights.transfer.close()
-            weights.store.close()
+            weights.close()
     dense = sum(a.nbytes for a in _leaves(artifact.dense_params()))
     assert dense == sum(byte_table.dense_bytes(config).values())
 

@@ -5,13 +5,7 @@ import pytest
 from pwjax.checkpoints.artifact import Artifact
 from pwjax.evaluate.divergence import Divergence, kl_from_logits
 
-
-@pytest.fixture(autouse=True)
-def quickly_compiled():
-    """Little is computed and much is compiled."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_programs")
 
 
 def dense_kl(artifact, params, bits, windows):

@@ -2,10 +2,12 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
 import pytest
+from prompts import PROMPTS
 
 import pwjax
 from planner import uniform
@@ -19,44 +21,31 @@ from pwjax.loading import Injected, load, outlook
 from pwjax.memory import BoundaryReport, program_memory
 
 GREEDY = pwjax.SamplingParams(max_tokens=20, ignore_eos=True)
-PROMPTS = ["The quick brown", "def f(x):", "12 + 30", "lazy dog. The quick brown fox jumps over", "na", "x + 1\n"]
 
 
-def budget_for(path, pages: int, **options) -> int:
-    """Bytes that leave exactly ``pages`` pages (the null page included)."""
-    memory = outlook(Artifact.open(path), **options).memory
-    return memory.total_bytes - memory.arena_bytes + pages * memory.page_bytes
-
-
-def open_engine(path, pages: int = 290, **options):
-    """An engine with exactly ``pages`` pages. One shape for most tests: its programs are then compiled once.
-
-    With 290 pages and four slots, KV cannot grow to its full size (256) beside the weights at 6 bits (120).
-    """
-    shapes = {"batch": 4, "context": 128, **options}
-    budget = budget_for(path, pages, **{k: v for k, v in shapes.items() if k not in ("log", "seed", "injected")})
-    return load(path, budget, **shapes)
+@partial(jax.jit, static_argnums=0)
+def dense_logits(config, params, tokens, lengths):
+    """Whole sequences through the dense form: one program for all prompts and weights of one padded length."""
+    return models.logits(config, params, models.forward(config, params, tokens, lengths).hidden)
 
 
 def dense_greedy(artifact: Artifact, prompt: tuple[int, ...], count: int, expert_params: dict) -> list[int]:
-    """The oracle: whole forwards of the dense form, one token at a time."""
+    """The oracle: whole forwards of the dense form, one token at a time, in sequences padded to 40 tokens."""
     params = jax.tree.map(lambda a: np.asarray(a, np.float32), artifact.dense_params())
     params["layers"]["experts"] = expert_params
-    length = len(prompt) + count
-    config = artifact.config
-    step = jax.jit(lambda tokens, n: models.logits(config, params, models.forward(config, params, tokens, n).hidden))
     tokens = list(prompt)
     for _ in range(count):
-        padded = np.zeros((1, length), np.int32)
+        padded = np.zeros((1, 40), np.int32)
         padded[0, : len(tokens)] = tokens
-        tokens.append(int(np.argmax(step(padded, np.array([len(tokens)]))[0, len(tokens) - 1])))
+        scores = dense_logits(artifact.config, params, padded, np.array([len(tokens)]))
+        tokens.append(int(np.argmax(scores[0, len(tokens) - 1])))
     return tokens[len(prompt) :]
 
 
 @pytest.mark.parametrize("bits", [16, 6, 2])
-def test_generation_equals_the_dense_form_with_the_same_weights(tiny_artifact, bits):
+def test_generation_equals_the_dense_form_with_the_same_weights(open_tiny, tiny_artifact, bits):
     artifact = Artifact.open(tiny_artifact)
-    with open_engine(tiny_artifact, 400, bits=bits, kv_dtype="float32") as engine:
+    with open_tiny(400, bits=bits, kv_dtype="float32") as engine:
         results = engine.generate(PROMPTS[:3], GREEDY)
         weights = artifact.expert_params(bits)
         for prompt, result in zip(PROMPTS, results, strict=False):
@@ -65,23 +54,22 @@ def test_generation_equals_the_dense_form_with_the_same_weights(tiny_artifact, b
             assert result.finish_reason == "length"
 
 
-def test_functional_forward_equals_the_dense_form(tiny_artifact):
+def test_functional_forward_equals_the_dense_form(open_tiny, tiny_artifact):
     artifact = Artifact.open(tiny_artifact)
     tokens = np.arange(24, dtype=np.int32).reshape(2, 12) * 7 % 300
-    with open_engine(tiny_artifact, bits=4) as engine, engine.frozen() as (params, table, arena):
+    with open_tiny(bits=4) as engine, engine.frozen() as (params, table, arena):
         got = jax.jit(pwjax.forward, static_argnums=0)(engine.model, params, table, arena, tokens)
         with pytest.raises(PWJaxError, match="frozen"):
             engine.step()
     dense = artifact.dense_params()
     dense["layers"]["experts"] = artifact.expert_params(4)
-    whole = jax.jit(lambda p: models.logits(artifact.config, p, models.forward(artifact.config, p, tokens).hidden))
-    want = whole(dense)
+    want = dense_logits(artifact.config, dense, tokens, None)
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 
-def test_a_request_does_not_depend_on_its_neighbours(tiny_artifact):
+def test_a_request_does_not_depend_on_its_neighbours(open_tiny):
     sampled = pwjax.SamplingParams(max_tokens=16, temperature=0.9, top_k=40, top_p=0.95, seed=5, logprobs=2)
-    with open_engine(tiny_artifact, bits=5) as engine:
+    with open_tiny(bits=5) as engine:
         together = engine.generate(PROMPTS, sampled)
         alone = [engine.generate([p], sampled)[0] for p in PROMPTS]
         assert engine.stats()["compile"]["recompiles_after_warmup"] == 0
@@ -91,10 +79,10 @@ def test_a_request_does_not_depend_on_its_neighbours(tiny_artifact):
         assert all(len(entry["top"]) == 2 and entry["logprob"] <= 0 for entry in result.logprobs)
 
 
-def test_pieces_concatenate_to_the_text(tiny_artifact):
+def test_pieces_concatenate_to_the_text(open_tiny):
     requests = [pwjax.Request(i, p, None, GREEDY) for i, p in enumerate(PROMPTS)]
     pieces = {}
-    with open_engine(tiny_artifact) as engine:
+    with open_tiny() as engine:
         for event in engine.stream(requests):
             if isinstance(event, Piece):
                 pieces[event.id] = pieces.get(event.id, "") + event.text
@@ -102,11 +90,11 @@ def test_pieces_concatenate_to_the_text(tiny_artifact):
                 assert pieces.get(event.id, "") == event.text
 
 
-def test_precision_moves_with_the_kv_cache(tiny_artifact, tmp_path):
+def test_precision_moves_with_the_kv_cache(open_tiny, tmp_path):
     long = pwjax.SamplingParams(max_tokens=110, ignore_eos=True)
     # A clock that stands still: pacing would make what moves depend on the speed of the machine.
     still = Injected(clock=lambda: 0.0)
-    with open_engine(tiny_artifact, log=tmp_path / "log.jsonl", injected=still) as engine:
+    with open_tiny(log=tmp_path / "log.jsonl", injected=still) as engine:
         requests = [pwjax.Request(f"r{i}", PROMPTS[i % 6], None, long) for i in range(12)]
         requests += [pwjax.Request("last", PROMPTS[0], None, long)]
         done = [e for e in engine.stream(requests) if isinstance(e, Completion)]
@@ -127,8 +115,8 @@ def test_precision_moves_with_the_kv_cache(tiny_artifact, tmp_path):
     assert (down, len(changes) - down) == (precision["demotions"], precision["promotions"])
 
 
-def test_a_frozen_plan_gives_the_tokens_of_a_static_run_at_those_bits(tiny_artifact):
-    with open_engine(tiny_artifact) as engine:
+def test_a_frozen_plan_gives_the_tokens_of_a_static_run_at_those_bits(open_tiny):
+    with open_tiny() as engine:
         for i in range(8):
             engine.submit(pwjax.Request(i, PROMPTS[i % 6], None, pwjax.SamplingParams(max_tokens=100, ignore_eos=True)))
         while engine.stats()["precision"]["demotions"] < 8 and not engine.idle:
@@ -138,13 +126,13 @@ def test_a_frozen_plan_gives_the_tokens_of_a_static_run_at_those_bits(tiny_artif
         assert len(set(bits.tolist())) > 1
         moved = engine.generate(PROMPTS, GREEDY)
         engine.parts.pager.check_invariants()
-    with open_engine(tiny_artifact, bits=bits) as engine:
+    with open_tiny(bits=bits) as engine:
         static = engine.generate(PROMPTS, GREEDY)
     assert [r.token_ids for r in moved] == [r.token_ids for r in static]
 
 
-def test_a_plan_applied_by_hand_takes_effect(tiny_artifact):
-    with open_engine(tiny_artifact, policy="static") as engine:
+def test_a_plan_applied_by_hand_takes_effect(open_tiny):
+    with open_tiny(policy="static") as engine:
         before = engine.parts.pager.committed
         up = pwjax.plan(engine.observe(), target_bytes=-60 * 256)
         engine.apply(up)
@@ -158,10 +146,10 @@ def test_a_plan_applied_by_hand_takes_effect(tiny_artifact):
         assert down.met and np.array_equal(after, down.bits) and np.any(after < raised)
 
 
-def test_preemption_is_the_last_resort_and_loses_nothing(tiny_artifact):
+def test_preemption_is_the_last_resort_and_loses_nothing(open_tiny):
     # Room for the lowest weights and one and a half sequences: four slots must take turns.
     long = pwjax.SamplingParams(max_tokens=100, ignore_eos=True)
-    with open_engine(tiny_artifact, 1 + 48 + 100) as engine:
+    with open_tiny(1 + 48 + 100) as engine:
         results = engine.generate(PROMPTS[:5], long)
         stats = engine.stats()
     assert [r.generated_tokens for r in results] == [100] * 5
@@ -169,9 +157,11 @@ def test_preemption_is_the_last_resort_and_loses_nothing(tiny_artifact):
     assert stats["memory"]["peak_bytes"] <= stats["memory"]["budget_bytes"]
 
 
-def test_a_first_request_larger_than_the_free_pages_gets_them_from_demotions(tiny_artifact):
-    # Room for the lowest weights (48) and one sequence (64), but the start leaves KV only half of that.
-    with open_engine(tiny_artifact, 1 + 48 + 70, batch=1) as engine:
+def test_a_first_request_larger_than_the_free_pages_gets_them_from_demotions(open_tiny):
+    # Room for the lowest weights (48) and one sequence (64), but not beside the weights at 5 bits.
+    with open_tiny(1 + 48 + 100) as engine:
+        engine.apply(uniform(engine.parts.table, 5))
+        engine.settle()
         assert engine.parts.allocator.free_pages < engine.parts.kv.pages_for(121)
         result = engine.generate([pwjax.Request("a", None, tuple(range(1, 121)), GREEDY)])[0]
         assert result.finish_reason == "length" and result.generated_tokens == 8
@@ -179,9 +169,9 @@ def test_a_first_request_larger_than_the_free_pages_gets_them_from_demotions(tin
 
 
 @pytest.mark.parametrize("queued", ["promotions", "demotions"])
-def test_moves_that_find_no_free_page_do_not_hold_sequences_up(tiny_artifact, monkeypatch, queued):
+def test_moves_that_find_no_free_page_do_not_hold_sequences_up(open_tiny, monkeypatch, queued):
     long = pwjax.SamplingParams(max_tokens=100, ignore_eos=True)
-    with open_engine(tiny_artifact, 1 + 48 + 100) as engine:
+    with open_tiny(1 + 48 + 100) as engine:
         pager, table = engine.parts.pager, engine.parts.table
         monkeypatch.setattr(engine.parts.policy, "step", lambda observation: None)
         for i in range(4):
@@ -205,17 +195,17 @@ def test_moves_that_find_no_free_page_do_not_hold_sequences_up(tiny_artifact, mo
 
 def test_budget_too_small_names_the_smallest_that_works(tiny_artifact):
     with pytest.raises(BudgetError, match="needs (\\d+) bytes") as caught:
-        load(tiny_artifact, 10_000, batch=1)
+        load(tiny_artifact, 10_000, batch=4)
     smallest = int(str(caught.value).split("needs ")[1].split(" bytes")[0])
-    with load(tiny_artifact, smallest, batch=1) as engine:
+    with load(tiny_artifact, smallest, batch=4) as engine:
         assert engine.generate("The", GREEDY)[0].generated_tokens == 20
         assert engine.stats()["memory"]["peak_bytes"] <= smallest
     with pytest.raises(BudgetError):
-        load(tiny_artifact, smallest - 1, batch=1)
+        load(tiny_artifact, smallest - 1, batch=4)
 
 
-def test_prompts_that_can_never_run(tiny_artifact):
-    with open_engine(tiny_artifact, bits=2) as engine:
+def test_prompts_that_can_never_run(open_tiny):
+    with open_tiny(bits=2) as engine:
         for ids, words in (((1,) * 128, "128 tokens"), ((1,) * 500, "500 tokens"), ((300,), "0 to 299"), ((-1,), "-1")):
             with pytest.raises(PromptError, match=words):
                 engine.generate([pwjax.Request("a", None, ids, GREEDY)])
@@ -227,8 +217,8 @@ def test_prompts_that_can_never_run(tiny_artifact):
         assert done["good"].generated_tokens == 20
 
 
-def test_stop_strings_and_tokens(tiny_artifact):
-    with open_engine(tiny_artifact, bits=16) as engine:
+def test_stop_strings_and_tokens(open_tiny):
+    with open_tiny(bits=16) as engine:
         free = engine.generate(PROMPTS[0], GREEDY)[0]
         by_token = engine.generate(PROMPTS[0], GREEDY.with_fields(stop_token_ids=(free.token_ids[3],)))[0]
         first = free.token_ids.index(free.token_ids[3])
@@ -261,8 +251,8 @@ def test_kv_rows_that_no_page_holds_are_refused_with_a_way_out(tiny_artifact):
         outlook(artifact, kv_dtype="float32")
 
 
-def test_cancelled_work_frees_its_pages(tiny_artifact):
-    with open_engine(tiny_artifact, bits=3) as engine:
+def test_cancelled_work_frees_its_pages(open_tiny):
+    with open_tiny(bits=3) as engine:
         free = engine.parts.allocator.free_pages
         stream = engine.stream([pwjax.Request(i, p, None, GREEDY) for i, p in enumerate(PROMPTS)])
         next(stream)

@@ -12,8 +12,8 @@ from pwjax.engine.boundary import PHASES
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_artifact):
-    with pwjax.load(tiny_artifact, batch=2, context=64) as engine:
+def engine(open_tiny):
+    with open_tiny() as engine:
         yield engine
 
 
@@ -50,8 +50,8 @@ def test_settling_counts_like_generating(engine):
     assert precision["mean_bits_min"] == precision["mean_bits_end"] < precision["mean_bits_start"]
 
 
-def test_a_closed_engine_says_so(tiny_artifact):
-    engine = pwjax.load(tiny_artifact, batch=2, context=64)
+def test_a_closed_engine_says_so(open_tiny):
+    engine = open_tiny()
     engine.close()
     engine.close()
     device = (engine.parts.params, engine.parts.arena.array, engine.parts.page_table.table, engine.parts.kv.table)
@@ -62,9 +62,9 @@ def test_a_closed_engine_says_so(tiny_artifact):
     assert engine.stats()["precision"]["epochs"] >= 1
 
 
-def test_an_old_plan_changes_only_its_own_blocks(tiny_artifact, tmp_path):
+def test_an_old_plan_changes_only_its_own_blocks(open_tiny, tmp_path):
     log = tmp_path / "log.jsonl"
-    with pwjax.load(tiny_artifact, batch=2, context=64, log=log) as engine:
+    with open_tiny(log=log) as engine:
         engine.freeze()
         start = engine.parts.pager.committed
         old = pwjax.plan(engine.observe(), target_bytes=10 * engine.parts.memory.page_bytes)

@@ -48,11 +48,11 @@ def requests():
 
 
 @pytest.mark.slow
-def test_rings_under_moving_bits_and_pressure(gemma, tmp_path, capsys):
+def test_rings_under_moving_bits_and_pressure(gemma, budget_for, tmp_path, capsys):
     memory = outlook(Artifact.open(gemma), **SHAPES).memory
     # The lowest weights and little more than the longest sequence: bits must fall, then slots take turns.
     pages = 1 + memory.weights_min_pages + memory.sequence_pages * 9 // 8
-    budget, log = memory.total_bytes - memory.arena_bytes + pages * memory.page_bytes, tmp_path / "log.jsonl"
+    budget, log = budget_for(gemma, pages, **SHAPES), tmp_path / "log.jsonl"
 
     with load(gemma, budget, **SHAPES, log=log) as engine:
         kv, pager = engine.parts.kv, engine.parts.pager

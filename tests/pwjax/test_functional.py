@@ -9,15 +9,8 @@ import pwjax
 from pwjax import functional, models
 from pwjax.checkpoints.artifact import Artifact
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
 TOKENS = np.arange(20, dtype=np.int32).reshape(2, 10) * 7 % 300
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_programs():
-    """Little is computed and much is compiled: leave out what makes programs fast."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

@@ -5,23 +5,15 @@ import shutil
 
 import numpy as np
 import pytest
+from prompts import PROMPTS
 
 import pwjax
-from pwjax.checkpoints.artifact import Artifact
 from pwjax.engine.replay import replay
-from pwjax.loading import Injected, load, outlook
+from pwjax.loading import Injected
 from pwjax.memory import ThreadTransfer
 from pwjax.memory.faults import FaultyStore
 
-SHAPES = {"batch": 4, "context": 128}
 LONG = pwjax.SamplingParams(max_tokens=100, ignore_eos=True)
-PROMPTS = ["The quick brown", "def f(x):", "12 + 30", "na", "x + 1\n", "lazy dog. The quick brown fox jumps over"]
-
-
-def open_engine(path, log, **options):
-    """290 pages: KV at its full size fits only beside weights below 6 bits."""
-    memory = outlook(Artifact.open(path), **SHAPES).memory
-    return load(path, memory.total_bytes - memory.arena_bytes + 290 * memory.page_bytes, **SHAPES, log=log, **options)
 
 
 def serve(engine, harm):
@@ -53,10 +45,10 @@ def lose(path, how):
 
 
 @pytest.mark.parametrize("how", ["shrinks", pytest.param("goes bad", marks=pytest.mark.slow)])
-def test_lost_pages_stop_moves_and_never_the_job(tiny_artifact, tmp_path, how):
+def test_lost_pages_stop_moves_and_never_the_job(open_tiny, tiny_artifact, tmp_path, how):
     model, log = tmp_path / "model.pw", tmp_path / "log"
     shutil.copytree(tiny_artifact, model)
-    with open_engine(model, log) as engine:
+    with open_tiny(path=model, log=log) as engine:
         start = engine.parts.pager.committed
         stats = serve(engine, lambda: lose(model / "pages" / "layer_000.bin", how))
         transfers = stats["transfers"]
@@ -69,17 +61,17 @@ def test_lost_pages_stop_moves_and_never_the_job(tiny_artifact, tmp_path, how):
 
 
 @pytest.mark.slow
-def test_a_file_that_is_removed_is_read_on(tiny_artifact, tmp_path):
+def test_a_file_that_is_removed_is_read_on(open_tiny, tiny_artifact, tmp_path):
     model = tmp_path / "model.pw"
     shutil.copytree(tiny_artifact, model)
-    with open_engine(model, None) as engine:
+    with open_tiny(path=model) as engine:
         stats = serve(engine, lambda: lose(model / "pages" / "layer_000.bin", "disappears"))
         assert stats["transfers"]["failed"] == 0 and stats["precision"]["demotions"] > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.3, 1.0])
-def test_faulty_reads_change_no_token_under_the_same_commits(tiny_artifact, tmp_path, rate):
+def test_faulty_reads_change_no_token_under_the_same_commits(open_tiny, tmp_path, rate):
     stores = []
 
     def transfer(store):
@@ -87,7 +79,7 @@ def test_faulty_reads_change_no_token_under_the_same_commits(tiny_artifact, tmp_
         return ThreadTransfer(stores[0])
 
     log = tmp_path / "log"
-    with open_engine(tiny_artifact, log, injected=Injected(transfer=transfer)) as engine:
+    with open_tiny(log=log, injected=Injected(transfer=transfer)) as engine:
         stats = serve(engine, lambda: setattr(stores[0], "armed", True))
     assert sum(stores[0].faults.values()) > 0 and stats["transfers"]["failed"] > 0
     # A replay reads everything without a fault; only what was committed is the same.

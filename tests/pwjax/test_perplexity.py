@@ -27,14 +27,6 @@ TEXT = "def add(x, y):\n    return x + y\n\nnaïve café ☃, 12 + 30 = 42. The 
 SHAPE = {"window": 32, "batch": 2}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def sizes_cache(tmp_path_factory):
-    """Sizes of programs are measured here, not taken from the user's cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PWJAX_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @pytest.fixture(scope="module")
 def tokenizer(tiny_tokenizer):
     return Tokenizer.load(tiny_tokenizer)

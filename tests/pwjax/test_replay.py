@@ -8,29 +8,22 @@ import threading
 import jax
 import numpy as np
 import pytest
+from prompts import PROMPTS
 
 import pwjax
 from planner.solve import demote, uniform
-from pwjax.checkpoints.artifact import Artifact
 from pwjax.cli import main
 from pwjax.engine.log import read_log
 from pwjax.engine.replay import HeaderMismatch, LogCheck, ReplayDifference, replay
 from pwjax.errors import PWJaxError, UsageError
-from pwjax.loading import Injected, load, outlook
+from pwjax.loading import Injected
 from pwjax.memory.faults import Fate, FaultyTransfer
 
-SHAPES = {"batch": 4, "context": 128}
 LONG = pwjax.SamplingParams(max_tokens=127, ignore_eos=True)
-PROMPTS = ["The quick brown", "def f(x):", "12 + 30", "lazy dog. The quick brown fox jumps over", "na", "x + 1\n"]
-
-
-def open_engine(path, pages, log, **options):
-    memory = outlook(Artifact.open(path), **SHAPES).memory
-    return load(path, memory.total_bytes - memory.arena_bytes + pages * memory.page_bytes, **SHAPES, log=log, **options)
 
 
 @pytest.fixture(scope="module")
-def logged(tiny_artifact, tmp_path_factory):
+def logged(open_tiny, tmp_path_factory):
     """A run with demotions, promotions, a cancellation, a plan by hand, failed and reordered copies."""
     log = tmp_path_factory.mktemp("replay") / "log.jsonl"
     rng, loaded, count = np.random.default_rng(1), [], itertools.count()
@@ -41,7 +34,7 @@ def logged(tiny_artifact, tmp_path_factory):
         return Fate("fail" if next(count) % 4 == 0 else "ok", int(rng.integers(4)))
 
     injected = Injected(transfer=lambda store: FaultyTransfer(store, fate))
-    with open_engine(tiny_artifact, 290, log, injected=injected) as engine:
+    with open_tiny(log=log, injected=injected) as engine:
         loaded.append(True)
         for i in range(5):
             sampling = LONG.with_fields(temperature=0.8) if i % 2 else LONG
@@ -79,9 +72,9 @@ def test_a_run_is_repeated_token_by_token(logged, capsys):
 
 
 @pytest.mark.slow
-def test_preemptions_are_repeated(tiny_artifact, tmp_path):
+def test_preemptions_are_repeated(open_tiny, tmp_path):
     # Room for the lowest weights and one and a half sequences: four slots must take turns.
-    with open_engine(tiny_artifact, 1 + 48 + 100, tmp_path / "log") as engine:
+    with open_tiny(1 + 48 + 100, log=tmp_path / "log") as engine:
         engine.generate(PROMPTS[:5], LONG.with_fields(max_tokens=100, temperature=0.8))
         assert engine.stats()["scheduler"]["preemptions"] > 0
     result = replay(tmp_path / "log")
@@ -171,7 +164,7 @@ def test_a_replay_that_goes_on_past_the_end_differs():
         check.write({"kind": "plan", "boundary": 2})
 
 
-def test_a_load_that_fails_late_leaves_nothing_behind(tiny_artifact, tmp_path, monkeypatch):
+def test_a_load_that_fails_late_leaves_nothing_behind(open_tiny, tmp_path, monkeypatch):
     def broken(*_args, **_kwargs):
         raise RuntimeError("late")
 
@@ -180,16 +173,16 @@ def test_a_load_that_fails_late_leaves_nothing_behind(tiny_artifact, tmp_path, m
     threads = threading.active_count()
     monkeypatch.setattr("pwjax.loading.KVPages", broken)
     with pytest.raises(RuntimeError, match="late"):
-        open_engine(tiny_artifact, 290, tmp_path / "log")
+        open_tiny(log=tmp_path / "log")
     assert threading.active_count() == threads
     assert not [a.shape for a in jax.live_arrays() if id(a) not in before and not a.is_deleted()]
 
 
-def test_demotions_that_have_not_landed_are_taken_back_where_memory_is_ample(tiny_artifact, tmp_path):
+def test_demotions_that_have_not_landed_are_taken_back_where_memory_is_ample(open_tiny, tmp_path):
     ticks, log = itertools.count(), tmp_path / "log"
     # On a clock where every look takes a millisecond the pace leaves most of a large plan in the queue.
     injected = Injected(clock=lambda: next(ticks) * 0.001)
-    with open_engine(tiny_artifact, 700, log, injected=injected) as engine:
+    with open_tiny(700, log=log, injected=injected) as engine:
         table = engine.observe().table
         engine.apply(uniform(table, 4))
         engine.settle()
