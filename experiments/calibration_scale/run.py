@@ -3,7 +3,7 @@
 Two layers with the shapes of Qwen1.5-MoE-A2.7B and random weights are made on disk, quantized by plain rounding (what
 clustering costs is measured by ``bench_quantize.py``) and calibrated: forward and backward at 16 bits, at 6 and at 4.
 Peak resident memory is that of a process which does nothing else; time a layer is extrapolated to all 24. Takes some
-ten minutes on two free cores with 1,024 tokens, and 6 GB of disk under ``--folder``.
+15 minutes of processor time with 1,024 tokens, and 6 GB of disk under ``--folder``.
 
     python experiments/calibration_scale/run.py --tokens 1024 --out experiments/calibration_scale/qwen1.5-moe.json
 """
@@ -140,6 +140,7 @@ def calibrate(folder: Path, count: int, tokens: int, length: int, pipe) -> None:
             "candidate_tokens": int(text.windows.tokens.size),
             "seconds_of_pass": {name: round(value, 1) for name, value in seconds.items()},
             "marks_seconds": marks,
+            "cpu_seconds": round(time.process_time(), 1),
             "seconds_per_layer": round(sum(seconds.values()) / LAYERS, 1),
             "seconds_24_layers": round(sum(seconds.values()) / LAYERS * ALL_LAYERS, 1),
             "peak_rss_bytes_until": peaks,
