@@ -172,6 +172,7 @@ def load(
     seed: int = 0,
     prefix_cache: bool = True,
     damage_per_ms: float | None = None,
+    shadow: float | None = None,
     log: str | os.PathLike | None = None,
     report: Report | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -184,8 +185,10 @@ def load(
     int[n] a block; ``chunks`` the sizes that prompts are cut into; ``seed`` for requests that bring none;
     ``prefix_cache``: requests that begin alike share KV pages, and prompts stay cached; ``damage_per_ms``: predicted
     damage a served token that a millisecond of computing a cached prompt again is worth, None:
-    :func:`pwjax.engine.eviction.default_damage_per_ms`; ``log`` a path for the epoch log; ``report`` is told what is
-    being compiled; ``progress(blocks, all blocks)`` while weights load; ``injected`` is for replays and tests.
+    :func:`pwjax.engine.eviction.default_damage_per_ms`; ``shadow``: share of each request's tokens whose distribution
+    the log keeps for a measurement at high bits, None: 1/32 of those of requests with ``max_damage``; ``log`` a path
+    for the epoch log; ``report`` is told what is being compiled; ``progress(blocks, all blocks)`` while weights load;
+    ``injected`` is for replays and tests.
     BudgetError, ArtifactError, UsageError.
     """
     from pwjax.units import parse_bytes
@@ -195,6 +198,8 @@ def load(
     budget = None if memory_budget is None else parse_bytes(memory_budget)
     if damage_per_ms is not None and not 0 <= damage_per_ms < float("inf"):
         raise UsageError(f"damage_per_ms must be a number from 0, got {damage_per_ms!r}")
+    if shadow is not None and not 0 <= shadow <= 1:
+        raise UsageError(f"shadow must be a share from 0 to 1, got {shadow!r}")
     view = outlook(
         artifact, memory_budget_bytes=budget, batch=batch, context=context, kv_dtype=kv_dtype, policy=policy, bits=bits,
         chunks=chunks, report=report,
@@ -202,7 +207,7 @@ def load(
     settings = {
         "memory_budget": budget, "batch": batch, "context": context, "kv_dtype": kv_dtype, "policy": policy,
         "bits": None if bits is None else np.asarray(bits).tolist(), "chunks": list(chunks), "seed": seed,
-        "prefix_cache": prefix_cache, "damage_per_ms": damage_per_ms,
+        "prefix_cache": prefix_cache, "damage_per_ms": damage_per_ms, "shadow": shadow,
     }  # fmt: skip
     header = log_header(model, artifact, settings, view)
     shapes, memory, table = view.shapes, view.memory, view.plan.table
@@ -227,7 +232,8 @@ def load(
             tokenizer=tokenizer, decisions=injected.decisions or Live(view.policy), meter=meter, log=sink,
             start_bits=view.plan.bits, moves=view.moves, seed=seed,
             prefixes=Prefixes(kv, shapes.chunks[-1], prefix_cache),
-            damage_per_ms=default_damage_per_ms(table) if damage_per_ms is None else damage_per_ms, **weights._asdict(),
+            damage_per_ms=default_damage_per_ms(table) if damage_per_ms is None else damage_per_ms, shadow=shadow,
+            **weights._asdict(),
         )  # fmt: skip
         engine = Engine(parts)
         meter.warm()

@@ -73,7 +73,7 @@ class Simulation:
 
 def simulate(view: Outlook, arrivals: list[Arrival]) -> Simulation:
     """Run a trace under the budget and policy of ``view``, which must fit; once a view."""
-    engine = _SimulatedEngine(_parts(view), view.running_bytes)
+    engine = simulated_engine(view)
     parts, result = engine.parts, Simulation(budget_bytes=view.memory.budget_bytes)
 
     def watch(step: int) -> None:
@@ -89,6 +89,18 @@ def simulate(view: Outlook, arrivals: list[Arrival]) -> Simulation:
     result.peak_bytes = parts.meter.peak_bytes
     result.peak_pages, result.kv_peak_pages = parts.allocator.peak_pages, parts.kv.peak_pages
     return result
+
+
+def simulated_engine(view: Outlook, token_ms: float = 0.0, damage_per_ms: float | None = None) -> Engine:
+    """An engine without weights, for :func:`simulate` and experiments; once a view.
+
+    ``token_ms``: what a prompt's token is taken to need, which is all the time that passes; ``damage_per_ms`` as in
+    :func:`pwjax.load`.
+    """
+    parts = _parts(view)
+    if damage_per_ms is not None:
+        parts = parts._replace(damage_per_ms=damage_per_ms)
+    return _SimulatedEngine(parts, view.running_bytes, token_ms)
 
 
 def _parts(view: Outlook) -> Parts:
@@ -115,13 +127,14 @@ def _parts(view: Outlook) -> Parts:
         decisions=Live(view.policy), tokenizer=None, meter=meter,
         log=EpochLog(None, {}), start_bits=view.plan.bits, moves=view.moves, seed=0,
         prefixes=Prefixes(kv, shapes.chunks[-1]), damage_per_ms=default_damage_per_ms(table),
+        shadow=0.0,
     )  # fmt: skip
 
 
 class _SimulatedEngine(Engine):
-    def __init__(self, parts: Parts, running_bytes: dict[str, int]):
+    def __init__(self, parts: Parts, running_bytes: dict[str, int], token_ms: float):
         super().__init__(parts)
-        self._dispatcher = _NoDispatches(parts, running_bytes)  # pyright: ignore[reportAttributeAccessIssue]
+        self._dispatcher = _NoDispatches(parts, running_bytes, token_ms)  # pyright: ignore[reportAttributeAccessIssue]
         self.boundaries.routing = _AsCalibrated(parts.table)
 
 
@@ -133,8 +146,8 @@ class _AsCalibrated(RoutingRecord):
 class _NoDispatches:
     """Advances sequences as ``Dispatcher`` would."""
 
-    def __init__(self, parts: Parts, running_bytes: dict[str, int]):
-        self._parts, self._running_bytes = parts, running_bytes
+    def __init__(self, parts: Parts, running_bytes: dict[str, int], token_ms: float):
+        self._parts, self._running_bytes, self._token_ms = parts, running_bytes, token_ms
         config = parts.shapes.config
         self._token = next(i for i in range(config.vocab_size) if i not in config.eos_token_ids)
 
@@ -146,6 +159,7 @@ class _NoDispatches:
         count = min(left, bucket)
         meter.observe(self._running_bytes[program_name(("prefill", bucket))])
         meter.prefill.tokens += count
+        meter.prefill.seconds += count * self._token_ms / 1000
         sequence.kv_tokens += count
         return self._sampled(np.ones((1, 1), bool)), None
 

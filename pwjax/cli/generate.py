@@ -33,6 +33,8 @@ from pwjax.units import format_bytes
 @click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-sequence token.")
 @click.option("--min-bits", type=int, metavar="N", help="No expert matrix below N bits while a request runs.")
 @click.option("--max-damage", type=float, metavar="D", help="Bound on the predicted damage a token; see pwjax plan.")
+@click.option("--shadow", type=click.FloatRange(0, 1), metavar="SHARE",
+              help="Share of tokens to keep in --log for inspect --shadow. Default: 1/32 where damage is bounded.")
 @click.option("--no-prefix-cache", is_flag=True, help="Do not share KV pages among prompts that begin alike.")
 @click.option("--skip-bad-lines", is_flag=True, help="Leave out lines of --prompts that are no requests.")
 @click.option("--stats", "stats_file", metavar="FILE", help="Write memory, precision and speed of the run as JSON.")
@@ -46,6 +48,7 @@ def command(
     output: str | None,
     chat: bool,
     options: EngineOptions,
+    shadow: float | None,
     no_prefix_cache: bool,
     skip_bad_lines: bool,
     stats_file: str | None,
@@ -78,6 +81,8 @@ def command(
     else:
         text = sys.stdin.read() if prompt == "-" else prompt
         requests = [Request(0, text, None, defaults.with_fields(seed=request_seed(run_seed, 0)))]
+    if shadow and log is None:
+        raise UsageError("--shadow keeps a sample in the epoch log: add --log FILE")
     for name in (stats_file, log):
         _writable(name)
     requests = [
@@ -100,7 +105,7 @@ def command(
                 click.echo(f"resuming: {total - len(requests)} of {total} results are there{nothing}", err=True)
             if not requests:
                 return _raise_refused(refused)
-        with _load(options, run_seed, log, quiet, not no_prefix_cache) as engine:
+        with _load(options, run_seed, log, quiet, not no_prefix_cache, shadow) as engine:
             emit = _Emitter(as_json, writer, single=prompts is None)
             began = time.perf_counter()
             bar = _bar(len(requests), show=prompts is not None and not quiet)
@@ -182,7 +187,9 @@ class _Emitter:
         sys.stdout.flush()
 
 
-def _load(options: EngineOptions, seed: int, log: str | None, quiet: bool, prefix_cache: bool):
+def _load(
+    options: EngineOptions, seed: int, log: str | None, quiet: bool, prefix_cache: bool, shadow: float | None
+):
     """The engine, with what is compiled and loaded told on standard error."""
     from pwjax import environment
     from pwjax.loading import load
@@ -198,6 +205,7 @@ def _load(options: EngineOptions, seed: int, log: str | None, quiet: bool, prefi
         bits=options.bits,
         seed=seed,
         prefix_cache=prefix_cache,
+        shadow=shadow,
         log=log,
         report=None if quiet else told_once(lambda what: click.echo(f"compiling {what}", err=True)),
     )

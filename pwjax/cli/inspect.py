@@ -19,16 +19,24 @@ from pwjax.units import format_bytes
 @click.option("--verify", is_flag=True, help="Read every byte and check it against checksums.")
 @click.option("--log", metavar="LOG", help="Summarize a run instead, from its epoch log.")
 @click.option("--plot", metavar="DIR", help="With --log: write timeline.png and bits.png into DIR.")
+@click.option("--shadow", is_flag=True, help="With --log: also run its sampled tokens at high bits.")
 @json_option
-def command(model: str | None, verify: bool, log: str | None, plot: str | None, as_json: bool) -> None:
-    """Summarize the quantized model OUT (default: the bundled one), or verify it; or summarize a run by its log."""
+def command(
+    model: str | None, verify: bool, log: str | None, plot: str | None, shadow: bool, as_json: bool
+) -> None:
+    """Summarize the quantized model OUT (default: the bundled one), or verify it; or summarize a run by its log.
+
+    With --log and --shadow, tokens that the run sampled (generate --max-damage or --shadow) are also run at the best
+    bits that its memory budget holds for one sequence: predicted damage beside measured KL divergence, request by
+    request.
+    """
     if log is not None:
-        if model is not None or verify:
-            raise UsageError("--log summarizes a run: give no model and no --verify with it")
-        inspect_log(log, plot, as_json)
+        if verify or (model is not None and not shadow):
+            raise UsageError("--log summarizes a run: give no model and no --verify with it; --shadow may take a model")
+        inspect_log(log, plot, as_json, shadow, model)
         return
-    if plot is not None:
-        raise UsageError("--plot draws a run: add --log LOG")
+    if plot is not None or shadow:
+        raise UsageError(f"{'--shadow measures' if shadow else '--plot draws'} a run: add --log LOG")
     from pwjax.loading import open_model
 
     artifact = open_model(model)
@@ -43,17 +51,26 @@ def command(model: str | None, verify: bool, log: str | None, plot: str | None, 
         raise ArtifactError(f"{artifact.path} is damaged, {count} found: {problems[0]}; {fix}")
 
 
-def inspect_log(log: str, plot: str | None, as_json: bool) -> None:
-    """Print the summary of a run, and draw it into the folder ``plot``."""
+def inspect_log(log: str, plot: str | None, as_json: bool, shadow: bool = False, model: str | None = None) -> None:
+    """Print the summary of a run, draw it into the folder ``plot``, and measure its ``shadow`` sample."""
     from pwjax.plots import plot_run
     from pwjax.run_summary import summarize_log
 
     summary = summarize_log(log)
     written = [str(path) for path in plot_run(summary, plot)] if plot else []
+    found = None
+    if shadow:
+        from pwjax import environment
+        from pwjax.evaluate.shadow import measure
+
+        environment.enable_compile_cache()
+        found = measure(log, model)
     if as_json:
-        click.echo(json.dumps({**summary.to_json(), "plots": written}))
+        measured = {"shadow": found.to_json()} if found else {}
+        click.echo(json.dumps({**summary.to_json(), "plots": written, **measured}))
     else:
-        click.echo("\n".join([summary.render(), *(f"wrote {path}" for path in written)]))
+        lines = [summary.render(), *(f"wrote {path}" for path in written), *([found.render()] if found else [])]
+        click.echo("\n".join(lines))
 
 
 def summarize(artifact: Artifact) -> dict[str, Any]:

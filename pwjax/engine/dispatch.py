@@ -132,13 +132,18 @@ class Dispatcher:
             ids = self._stop_ids(sequence) if sequence else ()
             row[: len(ids)] = ids
         sampling = [s.request.sampling if s else None for s in sequences]
+        steps = self._parts.shapes.decode_tokens
+        sampled = (
+            s is not None and any(map(s.shadowed, range(min(limit, steps))))
+            for s, limit in zip(sequences, limits, strict=True)
+        )
         # Host arrays, which a compiled program takes where it declares device arrays.
         host: dict[str, Any] = {
             "past": np.array([s.kv_tokens if s else 0 for s in sequences], np.int32),
             "limit": np.array(limits, np.int32),
             "stop_ids": stop_ids,
             "seeds": np.array([s.seed if s else 0 for s in sequences], np.uint32),
-            "want_top": np.bool_(any(p and p.logprobs for p in sampling)),
+            "want_top": np.bool_(any(p and p.logprobs for p in sampling) or any(sampled)),
         }
         return Slots(**host, params=SamplingArrays.of(sampling))
 

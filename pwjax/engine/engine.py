@@ -23,9 +23,10 @@ from pwjax.engine.dispatch import Dispatcher
 from pwjax.engine.parts import Model, Parts, Snapshot
 from pwjax.engine.relief import Relief
 from pwjax.engine.requests import Request, as_requests, as_scored, request_seed
-from pwjax.engine.sampling import SamplingParams
+from pwjax.engine.sampling import MAX_LOGPROBS, SamplingParams
 from pwjax.engine.scheduler import Scheduler
 from pwjax.engine.sequence import Completion, Piece, Sequence, refused
+from pwjax.engine.shadow import share_of
 from pwjax.engine.statistics import run_statistics
 from pwjax.engine.steps import Sampled
 from pwjax.engine.submission import checked
@@ -202,6 +203,12 @@ class Engine:
             if sequence.finish_reason:
                 break
             token = int(sampled.token[j, slot])
+            if sequence.shadowed():
+                count = min(MAX_LOGPROBS, self.config.vocab_size)
+                ids, scores = sampled.top_ids[j, slot, :count], sampled.top_logprobs[j, slot, :count]
+                damage = self.parts.table.total_damage(self.parts.pager.committed)
+                used = [round(score, 6) for score in scores.tolist()]
+                sequence.shadow.append([len(sequence.generated), damage, ids.tolist(), used])
             wanted = sequence.request.sampling.logprobs
             if wanted is not None:
                 ids, scores = sampled.top_ids[j, slot, :wanted], sampled.top_logprobs[j, slot, :wanted]
@@ -300,7 +307,9 @@ class Engine:
         if seed is None:
             seed = request_seed(self.parts.seed, request.id)
         self._order += 1
-        return Sequence.start(request, self._order, self.parts.shapes.context, self.tokenizer, seed)
+        sequence = Sequence.start(request, self._order, self.parts.shapes.context, self.tokenizer, seed)
+        sequence.shadow_share = share_of(request, self.parts.shadow)
+        return sequence
 
     @contextmanager
     def _between_dispatches(self) -> Iterator[None]:

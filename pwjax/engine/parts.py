@@ -68,3 +68,4 @@ class Parts(NamedTuple):
     seed: int
     prefixes: Prefixes
     damage_per_ms: float
+    shadow: float | None

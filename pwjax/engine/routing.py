@@ -64,8 +64,9 @@ class RoutingRecord:
             kept = 0.5 ** (tokens / HALF_LIFE_TOKENS)
             self.mass, self.tokens = kept * self.mass + mass, kept * self.tokens + tokens
         if sequence is not None:
-            wanted = self._reference is not None and stats.moments is not None
-            moments = self._reference.sums(stats.moments) if wanted else None
+            moments = None
+            if self._reference is not None and stats.moments is not None:
+                moments = self._reference.sums(stats.moments)
             seen = Prompt(mass, count, np.array(stats.norms, np.float64), moments)
             before = self._prompts.get(sequence.order)
             self._prompts[sequence.order] = seen if before is None else before.plus(seen)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from pwjax.engine.requests import Request
+from pwjax.engine.shadow import chosen
 from pwjax.engine.text import TextStream, Tokenizer
 from pwjax.memory import Prefix
 
@@ -52,6 +53,7 @@ class Sequence:
     ``kv_tokens`` leading tokens are in pages. The newest generated token never is: a decode step feeds it. After a
     preemption ``kv_tokens`` is 0 and everything but the newest token goes through prefill again. ``prefix`` is the last
     chunk that it shares or lets others share, the root of the trie before the first; None where it does neither.
+    ``shadow``: of a ``shadow_share`` of its tokens, ``[index, predicted damage, ids, log-probabilities]``.
     """
 
     request: Request
@@ -66,6 +68,8 @@ class Sequence:
     generated: list[int] = field(default_factory=list)
     logprobs: list[dict] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
+    shadow_share: float = 0.0
+    shadow: list[list] = field(default_factory=list)
     finish_reason: str | None = None
 
     @classmethod
@@ -94,6 +98,10 @@ class Sequence:
     def left(self) -> int:
         """New tokens that may still come."""
         return self.max_total - len(self.prompt) - len(self.generated)
+
+    def shadowed(self, ahead: int = 0) -> bool:
+        """Whether the shadow sample has the next token, or the one ``ahead`` of it."""
+        return chosen(self.order, len(self.generated) + ahead, self.shadow_share)
 
     def tokens(self, start: int, count: int) -> list[int]:
         """Up to ``count`` tokens of prompt and generated text from position ``start``."""
@@ -131,7 +139,8 @@ class Sequence:
     def ended(self, reason: str | None) -> dict:
         """What the log says of its end."""
         start = {"id": self.request.id, "order": self.order, "reason": reason, "prompt_tokens": len(self.prompt)}
-        return {**start, "token_ids": list(self.generated)}
+        shadow = {"shadow": self.shadow} if self.shadow else {}
+        return {**start, "token_ids": list(self.generated), **shadow}
 
     def completion(self) -> Completion:
         """The finished request; a sequence cut short from outside counts as ``length``."""
