@@ -8,6 +8,7 @@ import pytest
 
 import pwjax
 from pwjax.cli import main
+from pwjax.engine.budget import ProgramSizes
 from pwjax.evaluate import heldout_documents, measure_perplexity
 
 if not pwjax.bundled_model().is_dir():
@@ -19,12 +20,23 @@ PROMPTS = [
 ]  # fmt: skip
 
 
-def test_the_first_command_prints_text_and_a_summary(capsys):
-    assert main(["generate", "Once upon a time", "--memory-budget", "24MiB", "--max-tokens", "24"]) == 0
+def prints_text_and_a_summary(capsys, *options) -> None:
+    assert main(["generate", "Once upon a time", "--memory-budget", "24MiB", "--max-tokens", "24", *options]) == 0
     captured = capsys.readouterr()
     words = captured.out.split()
     assert len(words) > 8 and sum(w.isalpha() for w in words) > len(words) / 2
     assert captured.err.splitlines()[-1].startswith("24 tokens in ") and "peak" in captured.err
+
+
+def test_the_model_goes_on_with_a_text(capsys, monkeypatch, quick_programs):
+    # Sizes of programs are not measured: that would compile them once more.
+    monkeypatch.setattr("pwjax.loading.remembered_sizes", lambda *_: ProgramSizes(4 << 20, 1 << 20))
+    prints_text_and_a_summary(capsys, "--batch", "1", "--context", "64")
+
+
+@pytest.mark.slow
+def test_the_first_command_prints_text_and_a_summary(capsys):
+    prints_text_and_a_summary(capsys)
 
 
 @pytest.mark.slow

@@ -11,15 +11,20 @@ import pytest
 
 from pwjax.cli import main
 
-SHAPE = ("--batch", "4", "--context", "128", "--bits", "4")
+
+@pytest.fixture(scope="module")
+def shape(tiny_artifact, budget_for):
+    """Options that ask for 290 pages, and the programs of most engines here."""
+    return "--batch", "4", "--context", "128", "--memory-budget", str(budget_for(tiny_artifact, 290, batch=4))
 
 
 @pytest.fixture
-def run(tiny_artifact, capsys):
+def run(tiny_artifact, shape, capsys):
     """Run ``pwjax generate`` on the tiny model in this process: ``(exit code, stdout, stderr)``."""
 
-    def call(*arguments, shape=SHAPE, model=tiny_artifact):
-        code = main(["generate", "--model", str(model), *shape, *map(str, arguments)])
+    def call(*arguments, bits=4, model=tiny_artifact):
+        fixed = [] if bits is None else ["--bits", str(bits)]
+        code = main(["generate", "--model", str(model), *shape, *fixed, *map(str, arguments)])
         captured = capsys.readouterr()
         assert "Traceback" not in captured.err
         return code, captured.out, captured.err
@@ -72,14 +77,14 @@ def test_a_finished_job_ends_as_it_did_and_takes_no_other_prompts(run, tmp_path)
     assert code == 2 and "for another prompt" in err and len(results(tmp_path / "o.jsonl")) == 5
 
 
-def test_killed_and_restarted_equals_uninterrupted(run, tiny_artifact, tmp_path):
+def test_killed_and_restarted_equals_uninterrupted(run, shape, tiny_artifact, tmp_path):
     prompts = [{"id": f"r{i}", "prompt": "lazy dog " * (1 + i % 3), "temperature": 0.8 * (i % 2)} for i in range(24)]
     source = jsonl(tmp_path / "in.jsonl", prompts)
     options = ["--prompts", str(source), "--max-tokens", "90", "--ignore-eos", "--seed", "3"]
     assert run(*options, "--output", tmp_path / "whole.jsonl")[0] == 0
     out = tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "pwjax", "generate", "--model", str(tiny_artifact), *SHAPE, *options]
-    process = subprocess.Popen([*command, "--output", str(out)], stderr=subprocess.DEVNULL, env=os.environ)
+    command = [sys.executable, "-m", "pwjax", "generate", "--model", str(tiny_artifact), *shape, "--bits", "4"]
+    process = subprocess.Popen([*command, *options, "--output", str(out)], stderr=subprocess.DEVNULL, env=os.environ)
     deadline = time.monotonic() + 120
     while not (out.exists() and out.read_text().count("\n") >= 3):
         assert process.poll() is None and time.monotonic() < deadline
@@ -94,17 +99,17 @@ def test_killed_and_restarted_equals_uninterrupted(run, tiny_artifact, tmp_path)
     assert code == 0 and f"resuming: {done} of 24" in err
     assert len(out.read_text().splitlines()) == 24
     assert results(out) == results(tmp_path / "whole.jsonl")
-    code, _, err = run(*options, "--output", out, shape=(*SHAPE[:-1], "5"))
+    code, _, err = run(*options, "--output", out, bits=5)
     assert code == 2 and "bits was 4, now 5" in err
     # A finished job has nothing left to do, and says nothing.
     assert run(*options, "--output", out, "--quiet") == (0, "", "")
 
 
-def test_interrupt_keeps_what_is_finished(tiny_artifact, tmp_path):
+def test_interrupt_keeps_what_is_finished(shape, tiny_artifact, tmp_path):
     lines = [{"id": i, "prompt": "na", "max_tokens": 2 + 100 * (i > 1)} for i in range(30)]
     source = jsonl(tmp_path / "in.jsonl", lines)
     out = tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "pwjax", "generate", "--model", str(tiny_artifact), *SHAPE, "--ignore-eos"]
+    command = [sys.executable, "-m", "pwjax", "generate", "--model", str(tiny_artifact), *shape, "--ignore-eos"]
     process = subprocess.Popen(
         [*command, "--prompts", str(source), "--output", str(out)], stderr=subprocess.PIPE, text=True, env=os.environ
     )
@@ -180,13 +185,9 @@ def test_pages_that_break_during_a_job_cost_precision_moves_only(run, tiny_artif
     import shutil
 
     from pwjax.cli import generate
-    from pwjax.loading import open_model, outlook
 
     copy = tmp_path / "copy.pw"
     shutil.copytree(tiny_artifact, copy)
-    # 288 pages: all blocks at 16 bits take 192, four sequences of full length 256.
-    whole = outlook(open_model(copy), batch=4).memory
-    budget = whole.budget_bytes - (whole.capacity_pages - 288) * whole.page_bytes
     load = generate._load
 
     def load_and_damage(*arguments):
@@ -199,7 +200,8 @@ def test_pages_that_break_during_a_job_cost_precision_moves_only(run, tiny_artif
     monkeypatch.setattr(generate, "_load", load_and_damage)
     source = jsonl(tmp_path / "in.jsonl", [{"id": i, "prompt": "lazy dog"} for i in range(6)])
     options = ["--prompts", source, "--ignore-eos", "--max-tokens", 110, "--stats", tmp_path / "s.json", "--json"]
-    code, out, err = run(*options, "--memory-budget", budget, shape=("--batch", "4"), model=copy)
+    # Of 290 pages, all blocks at 16 bits take 192, and four sequences of full length 256.
+    code, out, err = run(*options, bits=None, model=copy)
     assert code == 0 and [json.loads(line)["generated_tokens"] for line in out.splitlines()] == [110] * 6
     stats = json.loads((tmp_path / "s.json").read_text())
     assert stats["transfers"]["failed"] > 0 and "warning: " in err and "layer_00" in err

@@ -50,8 +50,13 @@ def oracle(q, fresh_k, fresh_v, start, lengths, past_k, past_v, window=10**6):
     return out.reshape(*q.shape[:2], -1)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("lengths", "page_words"), [([0, 1, 37], 40), ([300, 5, 128], 100), ([0, 0], 64)])
+@pytest.mark.parametrize(
+    ("lengths", "page_words", "dtype"),
+    [
+        ([0, 1, 37], 40, "float32"), ([0, 1, 37], 40, "bfloat16"),
+        ([300, 5, 128], 100, "float32"), ([0, 0], 64, "bfloat16"),
+    ],
+)
 def test_past_and_fresh_tokens_join_as_one_softmax(lengths, page_words, dtype):
     rng = np.random.default_rng(sum(lengths))
     past, past_k, past_v = make_past(lengths, dtype, page_words, rng)
@@ -63,15 +68,14 @@ def test_past_and_fresh_tokens_join_as_one_softmax(lengths, page_words, dtype):
     np.testing.assert_allclose(got, oracle(q, *exact, start, lengths, past_k, past_v), atol=3e-6)
 
 
-@pytest.mark.parametrize("lengths", [[0, 1, 37], [300, 5, 128]])
 @pytest.mark.parametrize("window", [1, 4, 30, 200])
-def test_a_window_is_read_from_a_ring_of_pages(lengths, window):
-    rng = np.random.default_rng(window)
+def test_a_window_is_read_from_a_ring_of_pages(window):
+    rng, lengths = np.random.default_rng(window), [0, 1, 37, 128, 300]
     page_tokens = 6
     columns = -(-(window - 1) // page_tokens) + 1
     past, past_k, past_v = make_past(lengths, "float32", 16 * page_tokens + 5, rng, columns=columns)
-    q = rng.normal(size=(3, 5, HEADS, DIM)).astype(np.float32)
-    fresh_k, fresh_v = (rng.normal(size=(3, 8, KV_HEADS, DIM)).astype(np.float32) for _ in range(2))
+    q = rng.normal(size=(5, 5, HEADS, DIM)).astype(np.float32)
+    fresh_k, fresh_v = (rng.normal(size=(5, 8, KV_HEADS, DIM)).astype(np.float32) for _ in range(2))
     run = jax.jit(paged_attention, static_argnames="window")
     got = run(q, fresh_k, fresh_v, 2, past, 1, window=window)
     np.testing.assert_allclose(got, oracle(q, fresh_k, fresh_v, 2, lengths, past_k, past_v, window), atol=3e-6)
@@ -87,7 +91,7 @@ def test_a_window_without_a_past(window):
     np.testing.assert_allclose(got, oracle(q, k, v, 0, [0, 0], none, none, window), atol=3e-6)
 
 
-@pytest.mark.parametrize(("batch", "length"), [(1, 5), (2, 5), (1, 300), (2, 513)])
+@pytest.mark.parametrize(("batch", "length"), [(1, 5), (2, 513)])
 def test_no_past_is_plain_causal_attention(batch, length):
     rng = np.random.default_rng(1)
     q = rng.normal(size=(batch, length, HEADS, DIM)).astype(np.float32)

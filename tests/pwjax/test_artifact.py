@@ -21,6 +21,8 @@ from pwjax.errors import ArtifactError, CheckpointError, UsageError
 from pwjax.models import init_params
 from pwjax.quantization import quantize
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 CONFIG = ModelConfig(
     model_type="qwen2_moe", vocab_size=50, hidden_size=32, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=16,
     num_experts=4, top_k=2, expert_size=20, shared_size=24, norm_topk_prob=False, rms_eps=1e-6, rope_theta=1e4,

@@ -21,6 +21,8 @@ from pwjax.config import ModelConfig
 from pwjax.errors import ArtifactError, UsageError
 from pwjax.quantization import quantize
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 CONFIG = ModelConfig(
     model_type="qwen2_moe", vocab_size=30, hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8,
     num_experts=4, top_k=2, expert_size=8, shared_size=0, norm_topk_prob=True, rms_eps=1e-6, rope_theta=1e4,

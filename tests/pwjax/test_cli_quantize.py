@@ -19,6 +19,8 @@ from pwjax.checkpoints.tree import param_shapes, unflatten
 from pwjax.cli import main
 from pwjax.quantization import quantize
 
+pytestmark = pytest.mark.usefixtures("quick_programs")
+
 ROOT = Path(__file__).parents[2]
 ENV = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)]), "JAX_PLATFORMS": "cpu"}
 
