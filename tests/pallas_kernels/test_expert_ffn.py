@@ -231,7 +231,8 @@ class TestNative(ExpertFFN):
         if os.environ.get("PWJAX_NATIVE_ISA"):
             pytest.skip("this is such a run")
         chosen = "TestNative and (every_width or range or row_are or odd)"
-        command = [sys.executable, "-m", "pytest", "-q", str(Path(__file__)), "-k", chosen]
+        # -P: the folder that tests start in may hold the sources, without the library that an installed package has.
+        command = [sys.executable, "-P", "-m", "pytest", "-q", str(Path(__file__)), "-k", chosen]
         env = {**os.environ, "PWJAX_NATIVE_ISA": instructions}
         done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
         if instructions == "avx2" and "names an instruction set" in done.stdout:
