@@ -15,6 +15,7 @@
 #pragma GCC target("avx2,fma,f16c")
 #include "half.h"
 #include "mode.h"
+#include "nibbles.h"
 
 namespace pwjax {
 namespace {
@@ -75,49 +76,20 @@ struct Isa {
 
   static I select(I mask, I yes, I no) { return _mm256_or_si256(_mm256_and_si256(mask, yes), _mm256_andnot_si256(mask, no)); }
 
-  // N planes (1..4, MSB first) to four vectors of nibbles.
+  static I all(uint32_t word) { return _mm256_set1_epi32(static_cast<int>(word)); }
+  static I both(I a, I b) { return _mm256_and_si256(a, b); }
   template <int N>
-  static void nibbles(const I* plane, I* out) {
-    const I even = _mm256_set1_epi32(0x55555555), pairs = _mm256_set1_epi32(0x33333333);
-    I low[2], high[2];
-    // Fields of two bits: columns 2k of planes 2 and 3 (1 and 2, ...) in low[0], columns 2k + 1 in low[1].
-    const I last = plane[N - 1];
-    if constexpr (N == 1) {
-      low[0] = _mm256_and_si256(last, even);
-      low[1] = _mm256_and_si256(_mm256_srli_epi32(last, 1), even);
-    } else {
-      const I before = plane[N - 2];
-      low[0] = select(even, last, _mm256_slli_epi32(before, 1));
-      low[1] = select(even, _mm256_srli_epi32(last, 1), before);
-    }
-    if constexpr (N <= 2) {
-      for (int k = 0; k < 2; ++k) {
-        out[k] = _mm256_and_si256(low[k], pairs);
-        out[k + 2] = _mm256_and_si256(_mm256_srli_epi32(low[k], 2), pairs);
-      }
-      return;
-    } else {
-      const I second = plane[N - 3];
-      if constexpr (N == 3) {
-        high[0] = _mm256_and_si256(second, even);
-        high[1] = _mm256_and_si256(_mm256_srli_epi32(second, 1), even);
-      } else {
-        high[0] = select(even, second, _mm256_slli_epi32(plane[0], 1));
-        high[1] = select(even, _mm256_srli_epi32(second, 1), plane[0]);
-      }
-      for (int k = 0; k < 2; ++k) {
-        out[k] = select(pairs, low[k], _mm256_slli_epi32(high[k], 2));
-        out[k + 2] = select(pairs, _mm256_srli_epi32(low[k], 2), high[k]);
-      }
-    }
+  static I left(I words) {
+    return _mm256_slli_epi32(words, N);
+  }
+  template <int N>
+  static I right(I words) {
+    return _mm256_srli_epi32(words, N);
   }
 
   template <int B>
   static void unpack(const uint32_t* const* planes, Codes* codes) {
-    I plane[B];
-    for (int p = 0; p < B; ++p) plane[p] = at(planes[p]);
-    nibbles<(B < 4 ? B : 4)>(plane + (B < 4 ? 0 : B - 4), codes->low);
-    if constexpr (B > 4) nibbles<B - 4>(plane, codes->high);
+    unpack_nibbles<Isa, B>(planes, codes);
   }
 
   // Entry `index` of the 2^N tables that begin at `table`, chosen by the last N bits of `high`, whose bit j is moved to

@@ -15,6 +15,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx2,fma,f16c")
 #include "half.h"
 #include "mode.h"
+#include "nibbles.h"
 
 namespace pwjax {
 namespace {
@@ -66,50 +67,24 @@ struct Isa {
     }
   }
 
+  static I at(const uint32_t* words) { return _mm512_loadu_si512(words); }
+
   static I select(I mask, I yes, I no) { return _mm512_ternarylogic_epi32(mask, yes, no, 0xca); }
 
-  // N planes (1..4, MSB first) to four vectors of nibbles.
+  static I all(uint32_t word) { return _mm512_set1_epi32(static_cast<int>(word)); }
+  static I both(I a, I b) { return _mm512_and_si512(a, b); }
   template <int N>
-  static void nibbles(const I* plane, I* out) {
-    const I even = _mm512_set1_epi32(0x55555555), pairs = _mm512_set1_epi32(0x33333333);
-    I low[2], high[2];
-    const I last = plane[N - 1];
-    if constexpr (N == 1) {
-      low[0] = _mm512_and_si512(last, even);
-      low[1] = _mm512_and_si512(_mm512_srli_epi32(last, 1), even);
-    } else {
-      const I before = plane[N - 2];
-      low[0] = select(even, last, _mm512_slli_epi32(before, 1));
-      low[1] = select(even, _mm512_srli_epi32(last, 1), before);
-    }
-    if constexpr (N <= 2) {
-      for (int k = 0; k < 2; ++k) {
-        out[k] = _mm512_and_si512(low[k], pairs);
-        out[k + 2] = _mm512_and_si512(_mm512_srli_epi32(low[k], 2), pairs);
-      }
-      return;
-    } else {
-      const I second = plane[N - 3];
-      if constexpr (N == 3) {
-        high[0] = _mm512_and_si512(second, even);
-        high[1] = _mm512_and_si512(_mm512_srli_epi32(second, 1), even);
-      } else {
-        high[0] = select(even, second, _mm512_slli_epi32(plane[0], 1));
-        high[1] = select(even, _mm512_srli_epi32(second, 1), plane[0]);
-      }
-      for (int k = 0; k < 2; ++k) {
-        out[k] = select(pairs, low[k], _mm512_slli_epi32(high[k], 2));
-        out[k + 2] = select(pairs, _mm512_srli_epi32(low[k], 2), high[k]);
-      }
-    }
+  static I left(I words) {
+    return _mm512_slli_epi32(words, N);
+  }
+  template <int N>
+  static I right(I words) {
+    return _mm512_srli_epi32(words, N);
   }
 
   template <int B>
   static void unpack(const uint32_t* const* planes, Codes* codes) {
-    I plane[B];
-    for (int p = 0; p < B; ++p) plane[p] = _mm512_loadu_si512(planes[p]);
-    nibbles<(B < 4 ? B : 4)>(plane + (B < 4 ? 0 : B - 4), codes->low);
-    if constexpr (B > 4) nibbles<B - 4>(plane, codes->high);
+    unpack_nibbles<Isa, B>(planes, codes);
   }
 
   template <int B>
@@ -143,7 +118,7 @@ struct Isa {
   static void dense_values(const uint32_t* words, V* out) {
     const I upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
     for (int u = 0; u < 4; u += 2) {
-      I pair = _mm512_loadu_si512(words + 8 * u);
+      I pair = at(words + 8 * u);
       out[u] = _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16));
       out[u + 1] = _mm512_castsi512_ps(_mm512_and_si512(pair, upper));
     }

@@ -1,8 +1,5 @@
 // Runs the C++ kernels without Python or XLA: a random layer whose buffers end exactly where they must, every width,
 // several sizes of groups, against plain loops. For sanitizers: tests/pallas_kernels/test_native_driver.py.
-// With an argument, times one expert instead: driver ISA BITS TOKENS HIDDEN INNER HOT.
-#include <time.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -14,18 +11,10 @@
 #include <thread>
 #include <vector>
 
-#include "call.h"
 #include "half.h"
-#include "team.h"
+#include "instruction_sets.h"
 
 namespace pwjax {
-using Fill = std::shared_ptr<void> (*)(const Call&, const std::vector<Group>&, Team*);
-std::shared_ptr<void> expert_ffn_portable(const Call&, const std::vector<Group>&, Team*);
-#if defined(__x86_64__)
-std::shared_ptr<void> expert_ffn_avx2(const Call&, const std::vector<Group>&, Team*);
-std::shared_ptr<void> expert_ffn_avx512(const Call&, const std::vector<Group>&, Team*);
-#endif
-
 namespace {
 
 std::mt19937 random_bits(1);
@@ -44,7 +33,7 @@ struct Layer {
   std::unique_ptr<uint32_t[]> arena;
   std::unique_ptr<int32_t[]> bits, pages;
 
-  Layer(int64_t hidden, int64_t inner, int64_t lut_rows, int64_t count, int width) : experts(count) {
+  Layer(int64_t hidden, int64_t inner, int64_t lut_rows, int64_t count) : experts(count) {
     const int64_t lut = ceil_div(lut_rows, 2) + 128;
     const int64_t widest = std::max({lut, ceil_div(hidden, 2), ceil_div(inner, 2)});
     geometry = {widest + 3, 2, 8, 1, 0, {{2 * inner, hidden, lut_rows}, {hidden, inner, lut_rows}}};
@@ -56,7 +45,7 @@ struct Layer {
     bits = buffer<int32_t>(experts * 2);
     pages = buffer<int32_t>(num_pages);
     for (int64_t i = 0; i < num_pages; ++i) pages[i] = num_pages - 1 - i;
-    for (int64_t i = 0; i < experts * 2; ++i) bits[i] = width ? width : 2 + random_bits() % 8;
+    for (int64_t i = 0; i < experts * 2; ++i) bits[i] = 2 + random_bits() % 8;
     for (int64_t i = 0; i < experts * 2; ++i) bits[i] = bits[i] == 9 ? 16 : bits[i];
   }
 
@@ -162,68 +151,26 @@ struct Job {
   }
 };
 
-double cpu_ms() {
-  timespec now;
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-  return now.tv_sec * 1e3 + now.tv_nsec * 1e-6;
-}
-
-Fill named(const std::string& name) {
-#if defined(__x86_64__)
-  if (name == "avx2") return expert_ffn_avx2;
-  if (name == "avx512") return expert_ffn_avx512;
-#endif
-  return expert_ffn_portable;
-}
-
-int measure(char** argv) {
-  const int bits = std::atoi(argv[2]), tokens = std::atoi(argv[3]), hot = std::atoi(argv[6]);
-  const int64_t experts = hot ? 2 : 24;
-  Layer layer(std::atoi(argv[4]), std::atoi(argv[5]), 1, experts, bits);
-  std::vector<double> times;
-  Job job(layer, tokens, 1);
-  std::fill(job.valid.get(), job.valid.get() + tokens, true);
-  std::vector<int64_t> all(tokens);
-  for (int t = 0; t < tokens; ++t) all[t] = t;
-  for (int turn = 0; turn < (tokens > 64 ? 8 : 60); ++turn) {
-    job.groups.clear();
-    job.groups.push_back(layer.group(turn % experts, all));
-    double start = cpu_ms();
-    job.run(named(argv[1]), 1);
-    times.push_back(cpu_ms() - start);
-  }
-  std::sort(times.begin(), times.end());
-  std::printf("%s %2d bits %3d tokens: median %.3f best %.3f ms\n", argv[1], bits, tokens, times[times.size() / 2],
-              times[0]);
-  return 0;
-}
-
 int check() {
-  std::vector<std::string> names = {"portable"};
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
-    names.push_back("avx2");
-  }
-  if (__builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512dq")) names.push_back("avx512");
-#endif
   int failures = 0;
-  for (const std::string& name : names) {
+  for (const InstructionSet& set : instruction_sets()) {
+    if (!set.available) continue;
     for (int64_t tokens : {1, 3, 40}) {
       for (int64_t hidden : {33, 300, 520}) {
         for (int64_t lut_rows : {1, 3}) {
-          Layer layer(hidden, 39, hidden % lut_rows ? 1 : lut_rows, 4, 0);
+          Layer layer(hidden, 39, hidden % lut_rows ? 1 : lut_rows, 4);
           Job job(layer, tokens, 2);
-          job.run(named(name), 3);
+          job.run(set.expert_ffn, 3);
           double error = job.error();
           if (!(error < 1e-5)) {
-            std::printf("%s, %d tokens, hidden %d: error %g\n", name.c_str(), static_cast<int>(tokens),
+            std::printf("%s, %d tokens, hidden %d: error %g\n", set.name, static_cast<int>(tokens),
                         static_cast<int>(hidden), error);
             ++failures;
           }
         }
       }
     }
-    std::printf("%s checked\n", name.c_str());
+    std::printf("%s checked\n", set.name);
   }
   return failures != 0;
 }
@@ -231,4 +178,4 @@ int check() {
 }  // namespace
 }  // namespace pwjax
 
-int main(int argc, char** argv) { return argc > 6 ? pwjax::measure(argv) : pwjax::check(); }
+int main() { return pwjax::check(); }
