@@ -152,11 +152,9 @@ class _NoDispatches:
         self._token = next(i for i in range(config.vocab_size) if i not in config.eos_token_ids)
 
     def prefill(self, sequence: Sequence):
-        shapes, meter = self._parts.shapes, self._parts.meter
+        meter = self._parts.meter
         self._parts.kv.copies.clear()
-        left = sequence.prefill_target - sequence.kv_tokens
-        bucket = next((c for c in shapes.chunks if c >= left), shapes.chunks[-1])
-        count = min(left, bucket)
+        bucket, count = self._parts.shapes.cut(sequence.prefill_target - sequence.kv_tokens)
         meter.observe(self._running_bytes[program_name(("prefill", bucket))])
         meter.prefill.tokens += count
         meter.prefill.seconds += count * self._token_ms / 1000

@@ -81,9 +81,7 @@ class Dispatcher:
 
     def _cut(self, sequence: Sequence) -> tuple[int, int]:
         """Program and tokens of the next chunk: by the prompt alone, so that neighbours and pressure change nothing."""
-        chunks, left = self._parts.shapes.chunks, sequence.prefill_target - sequence.kv_tokens
-        bucket = next((c for c in chunks if c >= left), chunks[-1])
-        return bucket, min(left, bucket)
+        return self._parts.shapes.cut(sequence.prefill_target - sequence.kv_tokens)
 
     def _compile(self, key: tuple[str, int]) -> None:
         parts = self._parts

@@ -67,6 +67,11 @@ class StepShapes:
         """The declared programs: ``(kind, bucket)``."""
         return (*(("prefill", c) for c in self.chunks), ("decode", self.decode_tokens))
 
+    def cut(self, left: int) -> tuple[int, int]:
+        """Program size and tokens of the next chunk of a prompt of which ``left`` tokens are to come."""
+        bucket = next((c for c in self.chunks if c >= left), self.chunks[-1])
+        return bucket, min(left, bucket)
+
     def kv_commits(self, program: str, bucket: int) -> tuple[tuple[int, int], ...]:
         """``(rows, row_words)`` of each KV commit after a dispatch of a program, dropped rows included."""
         slots = self.slots if program == "decode" else 1
