@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-MATRICES = ("gate_up", "down")
+from pallas_kernels.pages import MATRICES
 
 
 class LayerErrors:

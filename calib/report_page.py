@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels.pages import MATRICES
+
 DAMAGE_PICTURE, TRUTH_PICTURE = "damage.png", "truth.png"
 
 
@@ -194,7 +196,7 @@ def draw(report: Mapping[str, Any], folder: Path, stem: str) -> dict[str, str]:
     names: dict[str, str] = {}
     widths = [b for b in report["widths"] if b != 16]
     figure = Figure(figsize=(9, 3.6), layout="constrained")
-    for axis, matrix in zip(figure.subplots(1, 2, sharey=True), ("gate_up", "down"), strict=True):
+    for axis, matrix in zip(figure.subplots(1, 2, sharey=True), MATRICES, strict=True):
         for row in (r for r in report["layers"] if r["matrix"] == matrix):
             axis.semilogy(widths, [row["damage"][str(b)] for b in widths], marker=".", label=f"layer {row['layer']}")
         axis.set(title=matrix, xlabel="bits", xticks=widths)

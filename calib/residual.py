@@ -24,6 +24,7 @@ import numpy as np
 
 from calib.agreement import bootstrap
 from calib.blocks import FORMS, Measured
+from pallas_kernels.pages import MATRICES
 
 # Fewer routed tokens say nothing about a sequence.
 LEAST_TOKENS = 8
@@ -199,7 +200,7 @@ def residual(
                 "used": name == best,
                 "heads": [
                     {
-                        "matrix": ("gate_up", "down")[matrix],
+                        "matrix": MATRICES[matrix],
                         "transition": f"{widths[j + 1]} to {widths[j]}",
                         "r2": float(heads[name].held_out_r2[matrix, j]),
                         "confidence": float(heads[name].confidence[matrix, j]),

@@ -30,6 +30,7 @@ from calib.residual import residual
 from calib.sensitivity import column_weights, paper_damage, unrouted_importance
 from calib.stream import Routing, Stream, save_array
 from calib.text import choose
+from pallas_kernels.pages import MATRICES
 from pwjax.calibration_needs import needs
 from pwjax.calibration_text import SEQUENCE_LENGTH, TOKENS, CalibrationText, Text, calibration_text
 from pwjax.checkpoints import manifest as manifests
@@ -40,8 +41,6 @@ from pwjax.checkpoints.tree import EXPERTS
 from pwjax.errors import ArtifactError, UsageError
 from pwjax.progress import Progress, silent
 from pwjax.streamed import CodedExperts, StreamedDecoder
-
-NAMES = ("gate_up", "down")
 
 # Part of what interrupted work is bound to: raise it when the same inputs would give other tables.
 ALGORITHM = "streamed/3"
@@ -97,7 +96,7 @@ class Calibration:
             for expert, exact in self._experts(trace.layer):
                 squares = importance(stream.model.functions, trace, expert, *exact)
                 found["means"].append([float(h.mean(dtype=np.float64)) for h in squares[:2]])
-                for name, moments in zip(NAMES, squares.moments, strict=True):
+                for name, moments in zip(MATRICES, squares.moments, strict=True):
                     found[name].append(moments)
                 if paper is not None:
                     found["paper"].append(paper(trace.layer, expert, exact, squares))
@@ -201,14 +200,14 @@ class Calibration:
             "fisher": self._layers("original", "fisher"),
         }
         tables |= {f"moments/{n}": self._layers("original", n).astype(np.float32) / tokens.shape[1] / len(self.chosen)
-                   for n in NAMES}  # fmt: skip
+                   for n in MATRICES}  # fmt: skip
         sources = np.repeat(np.arange(len(self.text.weights)), self.text.windows.quota)
         ladder = (*widths, 16) if fallback else widths
         # A single sequence's damage along the gradient is mostly noise of the gradient; that of `output` is not.
         arrays, judged = residual(sequences[points[0]], sources, ladder, RESIDUAL_FORM, self.text.seed)
         tables |= arrays
         rare = damage.few_tokens(seen)
-        names = [f"layer {at // 2 // config.num_experts} expert {at // 2 % config.num_experts} {NAMES[at % 2]}"
+        names = [f"layer {at // 2 // config.num_experts} expert {at // 2 % config.num_experts} {MATRICES[at % 2]}"
                  for at in range(config.blocks)]  # fmt: skip
         raised = {str(b): [names[i] for i in np.flatnonzero(floors == b)] for b in widths[1:] if (floors == b).any()}
         summary = {
@@ -249,11 +248,12 @@ class Calibration:
             raise UsageError(f"calibration failed: {error}") from error
 
     def _block_path(self, what: str, layer: int, expert: int, matrix: int) -> Path:
-        return self.folder / "original" / f"{what}_{layer:03d}_{expert:03d}_{NAMES[matrix]}.npy"
+        return self.folder / "original" / f"{what}_{layer:03d}_{expert:03d}_{MATRICES[matrix]}.npy"
 
     def _column_weights(self, layer: int, matrix: int) -> np.ndarray:
         """:meth:`weights` of all experts of a layer, float32[E, in]."""
-        return column_weights(self._original(NAMES[matrix], layer), self._original("tokens", layer)).astype(np.float32)
+        moments, tokens = (self._original(name, layer) for name in (MATRICES[matrix], "tokens"))
+        return column_weights(moments, tokens).astype(np.float32)
 
     def _layer(self, folder: str, name: str, layer: int) -> np.ndarray:
         """An array of one layer's file."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from calib.damage import few_tokens
 from calib.report_page import draw, page
+from pallas_kernels.pages import MATRICES
 from planner import BlockTable
 from pwjax.calibration import calibrate
 from pwjax.calibration_text import Text
@@ -99,7 +100,7 @@ def _layers(table: BlockTable) -> list[dict]:
     return [
         {
             "layer": layer,
-            "matrix": ("gate_up", "down")[matrix],
+            "matrix": MATRICES[matrix],
             "damage": {str(b): float(total[layer, matrix, j]) for j, b in enumerate(table.widths)},
         }
         for layer in range(table.layers)

@@ -14,10 +14,10 @@ from calib.anyprecision import quantize_block, weighted_energy, weighted_errors
 from calib.lut_groups import choose_lut_rows
 from calib.refine import refine_block
 from pallas_kernels.bitplanes import block_pages
-from pallas_kernels.pages import Geometry
+from pallas_kernels.pages import MATRICES, Geometry
 from pwjax.block_writing import MadeBlock, write_layers
 from pwjax.calibration import ALGORITHM as CALIBRATION
-from pwjax.calibration import NAMES, Calibrated, Calibration, operating_points
+from pwjax.calibration import Calibrated, Calibration, operating_points
 from pwjax.calibration_needs import disk_bytes, needs
 from pwjax.calibration_text import SEQUENCE_LENGTH, TOKENS, CalibrationText, Text, calibration_text
 from pwjax.checkpoints import manifest as manifests
@@ -73,7 +73,7 @@ class Settings:
             if len(groups) != 2 or not all(isinstance(g, int) for g in groups):
                 raise UsageError(f'lut_rows must be "auto", a number or a pair of numbers, got {lut_rows!r}')
             shapes = manifests.block_shapes(config)
-            for name, group, (rows, _) in zip(NAMES, groups, shapes, strict=True):
+            for name, group, (rows, _) in zip(MATRICES, groups, shapes, strict=True):
                 if group < 1 or rows % group:
                     raise UsageError(f"lut_rows = {group} does not divide the {rows} rows of {name}")
         return cls(parse_bits(bits), bool(fallback), groups, page_words, refine)
@@ -234,7 +234,7 @@ def _quantize_one(
         if moment is not None:
             block = refine_block(block, exact, moment)
     except ValueError as error:
-        name = f"layer {layer} expert {expert} {NAMES[matrix]}"
+        name = f"layer {layer} expert {expert} {MATRICES[matrix]}"
         raise CheckpointError(f"{name} cannot be quantized: {error}") from error
     squares = None if calibration is None else calibration.squares(*at)
     error, squared = weighted_errors(exact, (worth, squares), block, geometry.widths)
@@ -278,7 +278,7 @@ def _choose_geometry(
     except ValueError as error:
         raise UsageError(f"this model cannot be quantized with these settings: {error}") from error
     errors = {
-        NAMES[m]: {str(group): {str(b): e for b, e in by_bits.items()} for group, by_bits in table.items()}
+        MATRICES[m]: {str(group): {str(b): e for b, e in by_bits.items()} for group, by_bits in table.items()}
         for m, table in choice.errors.items()
     }
     return geometry, {"how": "given" if fixed else "least error at equal pages", "relative_error": errors}
