@@ -150,6 +150,13 @@ class Memory(RuleBasedStateMachine):
         back = self.pager.cancel_promotions()
         assert self.allocator.free_pages == free + back and np.all(self.pager.desired <= bits)
 
+    @rule()
+    def stop_demotions(self):
+        free, bits = self.allocator.free_pages, self.pager.committed
+        back = self.pager.cancel_demotions()
+        assert self.allocator.free_pages == free + back and np.all(self.pager.desired >= bits)
+        assert not self.pager.demoting
+
     @rule(urgent=st.booleans(), idle=st.booleans(), takes_s=st.sampled_from([0.0, 0.0, 0.05]))
     def boundary(self, urgent, idle, takes_s):
         before, epoch = self.pager.committed, self.table.epoch
