@@ -5,3 +5,10 @@ bitplanes         NumPy packing, unpacking, and the oracle of every kernel
 expert_ffn        routed experts at any mix of bits
 paged_attention   attention over KV pages and fresh tokens
 """
+
+import os
+
+
+def chosen_kernels() -> str:
+    """The implementation that an op takes unless one is named: the environment's ``PWJAX_KERNELS``, else "xla"."""
+    return os.environ.get("PWJAX_KERNELS") or "xla"

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels import chosen_kernels
+
 DISTRIBUTIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "scipy", "safetensors", "tokenizers")
 OPTIONAL_DISTRIBUTIONS = ("jax-cuda13-plugin", "jax-triton", "triton", "torch", "transformers", "matplotlib", "lm-eval")
 # What CPU kernels can make use of, in the spelling of /proc/cpuinfo.
@@ -28,7 +30,7 @@ def versions() -> dict[str, str]:
     JSON-ready; imports nothing heavy.
     """
     found = {"pwjax": package_version() or "source", "python": platform.python_version()}
-    found["kernels"] = os.environ.get("PWJAX_KERNELS") or "xla"
+    found["kernels"] = chosen_kernels()
     return found | {name: package_version(name) or "missing" for name in DISTRIBUTIONS}
 
 

@@ -50,7 +50,7 @@ def bench_expert_ffn(
     rows = []
     for n in tokens:
         x = jax.random.normal(jax.random.key(n), (n, hidden), jnp.float32)
-        cases = [*dense.cases(x), *(c for b in bits for name in backends for c in [layer.case(x, b, name)])]
+        cases = [*dense.cases(x), *(layer.case(x, b, name) for b in bits for name in backends)]
         report(f"{n} tokens: {len(cases)} forms compiled, measuring")
         median = _medians(cases, seconds * len(cases))
         best = {

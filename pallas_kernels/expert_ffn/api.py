@@ -1,20 +1,22 @@
-"""Public op and dispatch: ``implementation=None`` takes the best available, a named one never falls back."""
+"""Public op and dispatch: ``implementation=None`` takes :func:`pallas_kernels.chosen_kernels`; nothing falls back."""
 
-import os
 from functools import partial
 
 import jax
 
+from pallas_kernels import chosen_kernels
 from pallas_kernels.expert_ffn import native
 from pallas_kernels.expert_ffn.reference import ACTIVATIONS, paged_expert_ffn
 from pallas_kernels.pages import Geometry
 
 IMPLEMENTATIONS = {"xla": paged_expert_ffn, "native": native.native_expert_ffn}
+# Of those that may be unusable: why this one is here, empty if it is not.
+PROBLEMS = {"native": native.problem}
 
 
 def problems() -> dict[str, str]:
     """Every implementation, and why it cannot be used here: empty if it can."""
-    return {"xla": "", "native": native.problem()}
+    return {name: PROBLEMS[name]() if name in PROBLEMS else "" for name in IMPLEMENTATIONS}
 
 
 def expert_ffn(
@@ -37,14 +39,14 @@ def expert_ffn(
     ``pages`` int32[E, 2, S]; ``activation`` a name in ``ACTIVATIONS``. Returns ``(y float32[T, H], stats
     float32[T, k, 2])``, stats being the squared norms of both blocks' inputs; with ``moments`` also ``(float32[E, H],
     float32[E, I])``, sums of ``gate^2 * input^2`` over an expert's tokens for both blocks. ``y`` and stats are
-    differentiable by ``x`` and ``gates`` (reverse mode). Without ``implementation`` the environment's ``PWJAX_KERNELS``
-    is taken, else "xla". Raises ValueError for an implementation that is unknown or unavailable and for an unknown
-    ``activation``.
+    differentiable by ``x`` and ``gates`` (reverse mode). ``implementation`` None:
+    :func:`pallas_kernels.chosen_kernels`. Raises ValueError for an implementation that is unknown or unavailable and
+    for an unknown ``activation``.
     """
-    name = implementation or os.environ.get("PWJAX_KERNELS") or "xla"
+    name = implementation or chosen_kernels()
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"unknown expert_ffn implementation {name!r}; choose from {', '.join(IMPLEMENTATIONS)}")
-    if problem := problems()[name]:
+    if name in PROBLEMS and (problem := PROBLEMS[name]()):
         others = "; ".join(f"{other}: {why or 'available'}" for other, why in problems().items() if other != name)
         raise ValueError(f"expert_ffn implementation {name!r} is unavailable ({problem}); {others}")
     if activation not in ACTIVATIONS:

@@ -50,17 +50,15 @@ def kernels(preset: str, tokens: tuple[int, ...], bits: tuple[int, ...], backend
     if wrong := sorted(set(bits) - {*WIDTHS, 16}):
         raise UsageError(f"no {wrong[0]} bits here; choose from {', '.join(map(str, (*WIDTHS, 16)))}")
     known = problems()
+    usable = tuple(name for name, problem in known.items() if not problem)
     for name in backends:
-        if known.get(name, "unknown"):
-            raise UsageError(
-                f"backend {name!r} is unavailable ({known.get(name, 'unknown')}); choose from "
-                f"{', '.join(other for other, problem in known.items() if not problem)}"
-            )
+        if name not in usable:
+            why = known.get(name, "unknown")
+            raise UsageError(f"backend {name!r} is unavailable ({why}); choose from {', '.join(usable)}")
     config = named(preset)
     rows = bench_expert_ffn(
         config.hidden_size, config.expert_size, tokens, bits,
-        backends or tuple(name for name, problem in known.items() if not problem), seconds,
-        report=lambda line: None if quiet else click.echo(line, err=True),
+        backends or usable, seconds, report=lambda line: None if quiet else click.echo(line, err=True),
     )  # fmt: skip
     if as_json:
         about = {"versions": environment.versions(), "cpu": environment.cpu_info(), "load": os.getloadavg()}

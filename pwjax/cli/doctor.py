@@ -45,10 +45,10 @@ def examine() -> dict[str, Any]:
 def kernels(platforms: set[str]) -> dict[str, str]:
     """``"op/implementation"`` and ``"available"``, or the reason why it is not."""
     from pallas_kernels import native
-    from pallas_kernels.expert_ffn import problems
+    from pallas_kernels.expert_ffn import IMPLEMENTATIONS, problems
 
     if not platforms:
-        return {f"expert_ffn/{name}": "unavailable: JAX has no device" for name in ("xla", "native")}
+        return {f"expert_ffn/{name}": "unavailable: JAX has no device" for name in IMPLEMENTATIONS}
     state = {name: f"unavailable: {why}" if why else "available" for name, why in problems().items()}
     if state["native"] == "available":
         state["native"] += f", {native.instruction_set()} instructions"
