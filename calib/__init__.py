@@ -2,6 +2,7 @@
 
 kmeans        nested_kmeans: deterministic weighted 1-D clusterings of all rows at once
 kmeans_seed   seed_borders: the first of them, close to the optimum
+kmeans_loops  what both spend their time in, in NumPy or, bit for bit the same, in C++ (kmeans_native)
 anyprecision  quantize_block, dequantize: one expert matrix at every width
 lut_groups    choose_lut_rows: how many rows share a table, and the page size
 sensitivity   paper_damage: squared error weighted by squared gradients

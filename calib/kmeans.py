@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from calib.kmeans_loops import best_cuts, prefix
 from calib.kmeans_seed import seed_borders
 
 # Weights are scaled to mean 1 per group and kept above this, which is what prefix sums in float64 resolve. So tiny
@@ -49,13 +50,15 @@ def nested_kmeans(
     """
     groups = sort_groups(values, weights)
     wx = groups.w * groups.x
-    mass = np.cumsum(groups.w, axis=1)
-    borders = seed_borders(groups.x, groups.w, seed)
-    centroids = _means(groups.w, wx, borders, _neighbour(groups.x, borders))
+    sums = prefix(groups.w), prefix(wx)
+    borders = seed_borders(groups.x, groups.w, sums, seed)
+    centroids, weights = _means(groups.w, wx, borders, _neighbour(groups.x, borders))
     tables = {seed: centroids + groups.shift}
     for bits in range(seed + 1, parent + 1):
-        borders = _split(groups, mass, borders, centroids)
-        centroids = _means(groups.w, wx, borders, np.repeat(centroids, 2, axis=1))
+        cuts = best_cuts(groups.x, groups.w, sums[0], borders, centroids, weights)
+        ends = np.stack([cuts, borders[:, 1:]], axis=2).reshape(len(cuts), -1)
+        borders = np.concatenate([borders[:, :1], ends], axis=1)
+        centroids, weights = _means(groups.w, wx, borders, np.repeat(centroids, 2, axis=1))
         tables[bits] = centroids + groups.shift
     own = np.tile(np.arange(1 << parent, dtype=np.uint8), len(values))
     codes = np.empty(values.size, np.uint8)
@@ -91,59 +94,17 @@ def sort_groups(values: np.ndarray, weights: np.ndarray | None) -> Sorted:
     return Sorted(x, w, shift, order)
 
 
-def _split(groups: Sorted, mass: np.ndarray, borders: np.ndarray, centroids: np.ndarray) -> np.ndarray:
-    """Borders int64[R, 2k+1] after cutting each of the k clusters in two at its best point.
-
-    ``mass`` are running sums of the weights along each group.
-    """
-    rows, cols = groups.x.shape
-    count = np.diff(borders, axis=1)
-    filled = np.flatnonzero(count)
-    start = (borders[:, :-1] + np.arange(rows)[:, None] * cols).ravel()[filled]
-    size = count.ravel()[filled]
-    end = start + size
-    spread = lambda of_cluster: np.repeat(of_cluster, size).reshape(rows, cols)  # noqa: E731
-    total = mass.ravel().take(end - 1)
-    # D, the left part's moment about the cluster's mean: gain = D^2 (1/W_left + 1/W_right) suffers no cancellation
-    # between large squares. Over a whole cluster D is zero, so one running sum serves all of a group.
-    gain = groups.x - spread(centroids.ravel()[filled])
-    gain *= groups.w
-    np.cumsum(gain, axis=1, out=gain)
-    np.square(gain, out=gain)
-    before = total - np.add.reduceat(groups.w.ravel(), start)
-    weights = mass - spread(before)
-    right = spread(total)
-    right -= mass
-    weights *= right
-    last = end - 1
-    weights.ravel()[last] = 1.0
-    gain /= weights
-    gain.ravel()[last] = -1.0  # no cut there
-    top = np.maximum.reduceat(gain.ravel(), start)
-    hits = np.flatnonzero(gain == spread(top))[::-1]
-    cluster = np.searchsorted(start, hits, side="right") - 1
-    first = end.copy()
-    first[cluster] = hits + 1  # written from the right: the leftmost best cut stays
-    alone = size == 1  # goes left
-    first[alone] = end[alone]
-    cuts = borders[:, 1:].copy().ravel()
-    cuts[filled] = first - filled // centroids.shape[1] * cols
-    children = np.zeros((rows, 2 * centroids.shape[1] + 1), np.int64)
-    children[:, 2::2] = borders[:, 1:]
-    children[:, 1::2] = cuts.reshape(rows, -1)
-    return children
-
-
-def _means(w: np.ndarray, wx: np.ndarray, borders: np.ndarray, empty: np.ndarray) -> np.ndarray:
-    """Centroids float64[R, k] of the intervals; an empty one has that of ``empty`` float64[R, k].
+def _means(w: np.ndarray, wx: np.ndarray, borders: np.ndarray, empty: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Centroids and weights float64[R, k] of the intervals; an empty one has the centroid of ``empty`` float64[R, k].
 
     Summed interval by interval: a difference of prefix sums would cost clusters of tiny weight their digits.
     """
     filled = np.flatnonzero(np.diff(borders, axis=1))
     start = (borders[:, :-1] + np.arange(len(w))[:, None] * w.shape[1]).ravel()[filled]
-    means = empty.copy()
-    means.ravel()[filled] = np.add.reduceat(wx.ravel(), start) / np.add.reduceat(w.ravel(), start)
-    return means
+    means, weights = empty.copy(), np.zeros_like(empty)
+    weights.ravel()[filled] = np.add.reduceat(w.ravel(), start)
+    means.ravel()[filled] = np.add.reduceat(wx.ravel(), start) / weights.ravel()[filled]
+    return means, weights
 
 
 def _neighbour(x: np.ndarray, borders: np.ndarray) -> np.ndarray:

@@ -13,6 +13,8 @@ Groups with hardly more values than clusters are solved exactly.
 
 import numpy as np
 
+from calib.kmeans_loops import Sums, best_path, lloyd, prefix, row_take, search
+
 BINS = 64  # candidate borders of a global search, and how many more values than clusters are solved exactly
 LLOYD_STEPS = 6
 
@@ -28,22 +30,22 @@ REACH_AFTER_GLOBAL = REACH[::2]
 STEPS = np.array([-2, -1, 1, 2])
 
 
-def seed_borders(x: np.ndarray, w: np.ndarray, bits: int) -> np.ndarray:
+def seed_borders(x: np.ndarray, w: np.ndarray, sums: Sums, bits: int) -> np.ndarray:
     """Borders int64[R, 2**bits + 1], from 0 to K, of the intervals of each row of ``x`` float64[R, K].
 
-    ``x`` ascends along each row and is centred; ``w`` float64[R, K] > 0 are weights of mean 1.
+    ``x`` ascends along each row and is centred; ``w`` float64[R, K] > 0 are weights of mean 1; ``sums`` prefix sums
+    float64[R, K+1] of ``w`` and of ``w * x``.
     """
     rows, cols = x.shape
     clusters = 1 << bits
-    sums = _prefix(w), _prefix(w * x)
     spare = max(cols - clusters, 0)
     if spare <= BINS:  # no cluster need be empty, so every border has few places
         every = np.minimum(np.arange(1, clusters)[:, None] + np.arange(spare + 1), cols)
-        return _best_path(sums, np.broadcast_to(every, (rows, *every.shape)))
+        return best_path(sums, np.broadcast_to(every, (rows, *every.shape)))
     measure = _measure(x, w)
     start = min(bits, GLOBAL_BITS)
     places = _candidates(x, measure)[:, None]
-    borders = _best_path(sums, np.broadcast_to(places, (rows, (1 << start) - 1, places.shape[2])))
+    borders = best_path(sums, np.broadcast_to(places, (rows, (1 << start) - 1, places.shape[2])))
     borders = _improved(x, sums, borders, REACH_AFTER_GLOBAL, ROUNDS_AFTER_GLOBAL)
     for level in range(start + 1, bits + 1):
         rounds = ROUNDS if level == bits else ROUNDS_BETWEEN
@@ -51,34 +53,19 @@ def seed_borders(x: np.ndarray, w: np.ndarray, bits: int) -> np.ndarray:
     return borders
 
 
-def _improved(
-    x: np.ndarray, sums: tuple[np.ndarray, np.ndarray], borders: np.ndarray, reach: np.ndarray, rounds: int
-) -> np.ndarray:
+def _improved(x: np.ndarray, sums: Sums, borders: np.ndarray, reach: np.ndarray, rounds: int) -> np.ndarray:
     """Borders after so many rounds of windows and Lloyd steps; a row whose borders stay is done."""
-    borders = _lloyd(x, sums, borders)
+    borders = lloyd(x, sums, borders, LLOYD_STEPS)
     moving = np.arange(len(x))
     for _ in range(rounds):
         own = sums[0][moving], sums[1][moving]
-        moved = _lloyd(x[moving], own, _best_path(own, _windows(borders[moving], reach)))
+        moved = lloyd(x[moving], own, best_path(own, _windows(borders[moving], reach)), LLOYD_STEPS)
         stay = (moved == borders[moving]).all(axis=1)
         borders[moving] = moved
         moving = moving[~stay]
         if not moving.size:
             break
     return borders
-
-
-def _prefix(values: np.ndarray) -> np.ndarray:
-    """Prefix sums along the last axis with a leading zero: float64[R, K+1]."""
-    sums = np.zeros((values.shape[0], values.shape[1] + 1))
-    np.cumsum(values, axis=1, out=sums[:, 1:])
-    return sums
-
-
-def _at(table: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """``table[r, index[r, ...]]`` of every row r: ``table`` [R, n], ``index`` int64[R, ...]."""
-    offset = np.arange(len(table)).reshape(-1, *(1,) * (index.ndim - 1)) * table.shape[1]
-    return table.ravel().take(index + offset)
 
 
 def _measure(x: np.ndarray, w: np.ndarray) -> np.ndarray:
@@ -90,7 +77,7 @@ def _measure(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     joined /= w[:, 1:] + w[:, :-1]
     joined *= np.square(np.diff(x, axis=1))
     quarter = np.sqrt(np.sqrt(joined))
-    return _prefix(quarter * np.sqrt(np.sqrt(quarter)))
+    return prefix(quarter * np.sqrt(np.sqrt(quarter)))
 
 
 def _candidates(x: np.ndarray, measure: np.ndarray) -> np.ndarray:
@@ -106,7 +93,7 @@ def _candidates(x: np.ndarray, measure: np.ndarray) -> np.ndarray:
 
 def _halved(borders: np.ndarray, measure: np.ndarray) -> np.ndarray:
     """Borders int64[R, 2k+1] with every cluster cut where half of its ``measure`` lies on either side."""
-    at = _at(measure, np.minimum(borders, measure.shape[1] - 1))
+    at = row_take(measure, np.minimum(borders, measure.shape[1] - 1))
     halves = np.empty((len(borders), 2 * borders.shape[1] - 1), np.int64)
     halves[:, ::2] = borders
     halves[:, 1::2] = np.clip(search(measure, (at[:, 1:] + at[:, :-1]) / 2), borders[:, :-1], borders[:, 1:])
@@ -122,59 +109,3 @@ def _windows(borders: np.ndarray, reach: np.ndarray) -> np.ndarray:
     between = borders[:, left] + np.rint(length[:, left] * (at - left)).astype(np.int64)
     near = np.clip(borders[:, 1:-1, None] + STEPS, 0, borders[:, -1:, None])
     return np.sort(np.concatenate([between, near], axis=2), axis=2)
-
-
-def _best_path(sums: tuple[np.ndarray, np.ndarray], places: np.ndarray) -> np.ndarray:
-    """Borders int64[R, k+1] with the least weighted error where border j is one of ``places[:, j]``.
-
-    ``sums`` are prefix sums [R, K+1] of weights and of weighted values, ``places`` int64[R, k-1, m] ascend.
-    """
-    rows, inner, _ = places.shape
-    total = [table[:, -1:] for table in sums]
-    mass, moment = (_at(table, places) for table in sums)
-    best = _gain(mass[:, 0], moment[:, 0])
-    choices, gain = [], None
-    for j in range(1, inner):
-        if gain is None or places.strides[1]:  # else all borders share their places, and these their gains
-            gain = _gain(mass[:, j, :, None] - mass[:, j - 1, None], moment[:, j, :, None] - moment[:, j - 1, None])
-        sum_to = gain + best[:, None]
-        choices.append(sum_to.argmax(axis=2))
-        best = _at(sum_to.reshape(-1, sum_to.shape[2]), choices[-1].reshape(-1, 1)).reshape(best.shape)
-    best = best + _gain(total[0] - mass[:, -1], total[1] - moment[:, -1])
-    borders = np.zeros((rows, inner + 2), np.int64)
-    borders[:, -1] = sums[0].shape[1] - 1
-    at = best.argmax(axis=1)[:, None]
-    for j in range(inner - 1, -1, -1):
-        borders[:, j + 1 : j + 2] = _at(places[:, j], at)
-        if j:
-            at = _at(choices[j - 1], at)
-    return borders
-
-
-def _gain(mass: np.ndarray, moment: np.ndarray) -> np.ndarray:
-    """What the means of intervals explain: least error is most gain. Empty intervals explain nothing, those that run
-    backwards are forbidden."""
-    gain = np.square(moment)
-    np.divide(gain, mass, out=gain, where=mass != 0)
-    np.copyto(gain, -np.inf, where=mass < 0)
-    return gain
-
-
-def search(sorted_rows: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Left insertion points int64[R, m] of ``targets[R, m]`` in each ascending row."""
-    return np.stack([row.searchsorted(target) for row, target in zip(sorted_rows, targets, strict=True)])
-
-
-def _lloyd(x: np.ndarray, sums: tuple[np.ndarray, np.ndarray], borders: np.ndarray) -> np.ndarray:
-    """Move borders to the midpoints of the means, until they repeat or LLOYD_STEPS times; an empty cluster has the
-    mean of its left neighbour, or the first value."""
-    for _ in range(LLOYD_STEPS):
-        mass, moment = (np.diff(_at(table, borders), axis=1) for table in sums)
-        means = np.divide(moment, mass, out=np.full_like(mass, -np.inf), where=mass > 0)
-        means = np.clip(np.maximum.accumulate(means, axis=1), x[:, :1], x[:, -1:])
-        moved = borders.copy()
-        moved[:, 1:-1] = search(x, (means[:, 1:] + means[:, :-1]) / 2)
-        if np.array_equal(moved, borders):
-            break
-        borders = moved
-    return borders

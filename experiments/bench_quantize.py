@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from calib import kmeans_native
 from calib.anyprecision import quantize_block
 
 CASES = [(2048, (2, 3, 4, 5, 6), 1), (2048, (3, 4, 5, 6), 1), (1408, (2, 3, 4, 5, 6), 1), (704, (2, 3, 4, 5, 6), 4)]
@@ -50,7 +51,8 @@ def main() -> None:
         for c, w, g in CASES
         for t in args.threads
     ]
-    print(json.dumps({"benchmark": "quantize_block", "rows": args.rows, "cases": rows}, indent=1))
+    loops = "NumPy" if kmeans_native.library() is None else "C++"
+    print(json.dumps({"benchmark": "quantize_block", "rows": args.rows, "loops": loops, "cases": rows}, indent=1))
 
 
 if __name__ == "__main__":

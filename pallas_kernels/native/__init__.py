@@ -1,4 +1,5 @@
-"""Kernels in C++ for CPUs, called by XLA: loaded and registered when first asked for.
+"""Kernels in C++ for CPUs, called by XLA, and the loops of k-means, called by :mod:`calib.kmeans_native`: loaded and
+registered when first asked for.
 
 ``libpwjax.so`` is built by ``pip install`` where a C++ compiler is, or in a source tree by
 ``python setup.py build_ext --inplace``. Without it the rest of the package works.
