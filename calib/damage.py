@@ -10,6 +10,8 @@ import numpy as np
 PSEUDO_TOKENS = 32
 # Standard errors that are added to a mean: experts seen seldom are taken to be worse.
 MARGIN = 1.0
+# Tokens of all texts that each text is given.
+TEXT_TOKENS = 128
 # Experts with fewer tokens are named.
 FEW_TOKENS = 32
 # An outlier is this many robust standard deviations above the median log damage of its matrix.
@@ -30,6 +32,27 @@ def conditional_table(tokens: np.ndarray, total: np.ndarray, square: np.ndarray)
     error = np.sqrt(np.maximum(mean_square - mean**2, 0) / weight)
     table = np.minimum.accumulate(mean + MARGIN * error, axis=-1)
     return table.reshape(-1, table.shape[-1])
+
+
+def text_tables(counts: np.ndarray, by_sequence: np.ndarray, texts: np.ndarray, pooled: np.ndarray) -> np.ndarray:
+    """Mean damage float64[K, n, B] of a routed token in each of K texts, never growing with bits.
+
+    ``counts`` int64[L, E, s] tokens and ``by_sequence`` float64[L, E, s, 2, B] sums of damage in each sequence,
+    ``texts`` int64[s] the text of each, 0..K-1; ``pooled`` float64[n, B] the :func:`conditional_table` of all, which
+    every text is drawn to.
+    """
+    tables = []
+    for text in range(int(texts.max()) + 1):
+        own = texts == text
+        sums, count = by_sequence[:, :, own].sum(2), counts[:, :, own].sum(2)
+        table = drawn(sums, count[..., None, None], pooled.reshape(sums.shape))
+        tables.append(np.minimum.accumulate(table.reshape(pooled.shape), axis=-1))
+    return np.stack(tables)
+
+
+def drawn(sums: np.ndarray, count: np.ndarray, pooled: np.ndarray) -> np.ndarray:
+    """Mean of one text's ``sums`` over ``count`` tokens, drawn to ``pooled`` as if it had TEXT_TOKENS of that."""
+    return (sums + TEXT_TOKENS * pooled) / (count + TEXT_TOKENS)
 
 
 def served(table: np.ndarray, rate: np.ndarray) -> np.ndarray:

@@ -10,12 +10,15 @@ damage over the average one, and the planner multiplies the damage of a transiti
 was seen. Norms are of what the matrix reads, over the tokens of the sequence that were routed to the expert, the first
 two weighted by the gate: ``mean = sum g |x| / sum g``, ``RMS = sqrt(sum g |x|^2 / sum g)``.
 
+Where calibration keeps its texts apart (:func:`calib.damage.text_tables`), ``moments`` predicts the deviation from a
+sequence's own text, since the planner tells texts by their routing already; ``paper`` that from all text, as written.
+
 Three forms are fitted. ``paper`` has the three norms. ``gate`` has one number, the logarithm of the mean gate over its
 average: errors are scaled by the gate, so damage goes with its square. ``moments`` has the logarithm of
 ``sum_k E[g^2 x_k^2] e_k`` over its average, ``e_k`` being the error that column ``k`` of the matrix carries to the
 layer's output (:func:`calib.blocks.column_energy`).
 
-n sequences, L layers, E experts, 2 matrices, B widths.
+n sequences, L layers, E experts, 2 matrices, B widths. ``texts`` int64[n]: the text of each sequence, None: all one.
 """
 
 from typing import NamedTuple
@@ -24,6 +27,7 @@ import numpy as np
 
 from calib.agreement import bootstrap
 from calib.blocks import FORMS, Measured
+from calib.damage import drawn
 from pallas_kernels.pages import MATRICES
 
 # Fewer routed tokens say nothing about a sequence.
@@ -87,9 +91,31 @@ def transitions(sums: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     return np.divide(steps, count, out=np.zeros_like(steps), where=count > 0)
 
 
-def moments_feature(samples: Samples, fitted: np.ndarray) -> np.ndarray:
+def averages(
+    sums: np.ndarray, tokens: np.ndarray, fitted: np.ndarray, texts: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Mean of each transition on a routed token over the sequences ``fitted`` bool[n]: ``(float64[L, E, 2, B-1] of all,
+    float64[K, L, E, 2, B-1] of each text)``, None without ``texts``; ``sums`` float64[n, L, E, 2, B]."""
+    pooled = transitions(sums[fitted].sum(0), tokens[fitted].sum(0))
+    if texts is None:
+        return pooled, None
+    of_text = []
+    for text in range(int(texts.max()) + 1):
+        own = fitted & (texts == text)
+        total, count = sums[own].sum(0), tokens[own].sum(0)[..., None, None]
+        of_text.append(drawn(total[..., :-1] - total[..., 1:], count, pooled))
+    return pooled, np.stack(of_text)
+
+
+def average(sums: np.ndarray, tokens: np.ndarray, fitted: np.ndarray, texts: np.ndarray | None) -> np.ndarray:
+    """What :func:`averages` expects of every sequence, float64[n or 1, L, E, 2, B-1]."""
+    pooled, of_text = averages(sums, tokens, fitted, texts)
+    return pooled[None] if of_text is None else of_text[texts]
+
+
+def moments_feature(samples: Samples, fitted: np.ndarray, texts: np.ndarray | None = None) -> np.ndarray:
     """Log of a sequence's moment estimate over the average of those ``fitted`` bool[n]: [n, L, E, 2, B-1, 1]."""
-    mean = transitions(samples.moments[fitted].sum(0), samples.tokens[fitted].sum(0))
+    mean = average(samples.moments, samples.tokens, fitted, texts)
     return _log_ratio(transitions(samples.moments, samples.tokens), mean)[..., None]
 
 
@@ -101,13 +127,13 @@ def gate_feature(samples: Samples, fitted: np.ndarray) -> np.ndarray:
     return np.broadcast_to(feature, (*own.shape, 2, 1, 1))
 
 
-def fit_heads(features: np.ndarray, samples: Samples, fitted: np.ndarray) -> Heads:
+def fit_heads(features: np.ndarray, samples: Samples, fitted: np.ndarray, texts: np.ndarray | None = None) -> Heads:
     """Heads by ridge regression on the sequences ``fitted`` bool[n], judged on the others.
 
     ``features`` float64[n, L, E, 2, B-1 or 1, F]. Samples count by their tokens; those with fewer than LEAST_TOKENS,
     or without damage, are left out. Without samples a head predicts 0 with confidence 0.
     """
-    target, known = _targets(samples, fitted)
+    target, known = _targets(samples, fitted, texts)
     weight = np.broadcast_to(samples.tokens[..., None, None], target.shape) * known
     features = np.broadcast_to(features, (*target.shape, features.shape[-1]))
     shape = target.shape[-2:]
@@ -127,17 +153,19 @@ def fit_heads(features: np.ndarray, samples: Samples, fitted: np.ndarray) -> Hea
     return heads
 
 
-def judge(samples: Samples, eta: np.ndarray, fitted: np.ndarray, seed: int = 0) -> dict:
+def judge(
+    samples: Samples, eta: np.ndarray, fitted: np.ndarray, seed: int = 0, texts: np.ndarray | None = None
+) -> dict:
     """Does ``eta`` float64[n, L, E, 2, B-1] predict the damage of sequences that were not ``fitted``? JSON-ready.
 
     Error of a sequence: ``sum |predicted - measured| / sum measured`` over blocks and transitions, where predicted is
-    the average damage a routed token, times its tokens, times eta (``on``) or 1 (``off``). ``change`` is on minus off,
-    paired, with a 95 % bootstrap interval over sequences; ``helps`` where that is below 0 and there are
+    the average damage a routed token (of its text), times its tokens, times eta (``on``) or 1 (``off``). ``change`` is
+    on minus off, paired, with a 95 % bootstrap interval over sequences; ``helps`` where that is below 0 and there are
     LEAST_SEQUENCES or more.
     """
-    _, known = _targets(samples, fitted)
+    _, known = _targets(samples, fitted, texts)
     count = samples.tokens[..., None, None] * known
-    mean = transitions(samples.damage[fitted].sum(0), samples.tokens[fitted].sum(0))
+    mean = average(samples.damage, samples.tokens, fitted, texts)
     measured = transitions(samples.damage, samples.tokens)
     error = lambda factor: np.abs(mean * factor - measured) * count  # noqa: E731
     total = (measured * count)[~fitted].sum((1, 2, 3, 4))
@@ -165,31 +193,38 @@ def split(sources: np.ndarray, seed: int, share: float = 2 / 3) -> np.ndarray:
 
 
 def residual(
-    measured: Measured, sources: np.ndarray, widths: tuple[int, ...], form: str, seed: int = 0
+    measured: Measured, texts: np.ndarray, widths: tuple[int, ...], form: str, seed: int = 0
 ) -> tuple[dict[str, np.ndarray], dict]:
     """Fit and judge all forms: arrays for the tables, and the ``residual`` part of a report, JSON-ready.
 
-    ``measured`` has leading axes [L, E], ``sources`` int[n] the text of each sequence, ``widths`` of the tables, 16
+    ``measured`` has leading axes [L, E], ``texts`` int[n] the text of each sequence, ``widths`` of the tables, 16
     included where there is a fallback; ``form`` of damage. The arrays are those of ``planner.ResidualHeads``: for
     ``paper``, and under ``moments/`` for ``moments`` with its reference. Of a form that does not lower the error of
-    sequences that it was not fitted to there are none, nor of ``moments`` where ``paper`` lowers it more. ``best`` of
-    the report is the form that lowers it most, None: neither, the residual is off. ``gate`` is judged only.
+    sequences that it was not fitted to there are none, nor of ``moments`` where ``paper`` lowers it more and texts are
+    not kept apart. ``best`` of the report is the form in force, which lowers it most, None: neither, the residual is
+    off. ``gate`` is judged only.
     """
-    samples, fitted = Samples.of(measured, form, widths[-1] == 16), split(sources, seed)
+    samples, fitted = Samples.of(measured, form, widths[-1] == 16), split(texts, seed)
+    apart = texts if len(np.unique(texts)) > 1 else None
     features = {
         "paper": samples.features()[..., None, :],
         "gate": gate_feature(samples, fitted),
-        "moments": moments_feature(samples, fitted),
+        "moments": moments_feature(samples, fitted, apart),
     }
-    heads = {name: fit_heads(feature, samples, fitted) for name, feature in features.items()}
-    verdicts = {name: judge(samples, heads[name].factor(features[name]), fitted, seed) for name in features}
+    beyond = {"paper": None, "gate": None, "moments": apart}
+    heads = {name: fit_heads(feature, samples, fitted, beyond[name]) for name, feature in features.items()}
+    verdicts = {
+        name: judge(samples, heads[name].factor(features[name]), fitted, seed, beyond[name]) for name in features
+    }
     helping = [name for name in ENGINE_FORMS if verdicts[name]["helps"]]
-    best = min(helping, key=lambda name: verdicts[name]["on"], default=None)
+    usable = helping if apart is None else [name for name in helping if name == "moments"]
+    best = min(usable, key=lambda name: verdicts[name]["on"], default=None)
     arrays = _arrays("residual", heads["paper"]) if "paper" in helping else {}
     if best == "moments":
         arrays |= _arrays("residual/moments", heads["moments"])
-        arrays |= {f"residual/moments/{k}": v for k, v in moments_reference(samples, measured, fitted).items()}
-    found = {
+        found = moments_reference(samples, measured, fitted, apart)
+        arrays |= {f"residual/moments/{name}": array for name, array in found.items()}
+    report = {
         "fitted": int(fitted.sum()),
         "held_out": int((~fitted).sum()),
         "damage": form,
@@ -213,15 +248,17 @@ def residual(
         },
         "notes": _notes(verdicts, best),
     }
-    return arrays, found
+    return arrays, report
 
 
-def moments_reference(samples: Samples, measured: Measured, fitted: np.ndarray) -> dict[str, np.ndarray]:
+def moments_reference(
+    samples: Samples, measured: Measured, fitted: np.ndarray, texts: np.ndarray | None = None
+) -> dict[str, np.ndarray]:
     """What :func:`moments_feature` of other sequences is computed from; see ``planner.MomentsReference``.
 
     ``energy_gate_up`` float16[L, E, B-1, H], ``energy_down`` float16[L, E, B-1, I]: the energy that a transition adds
     to each column, the largest of a block and transition being 1; ``mean`` float64[n, B-1] of the ``fitted`` bool[n],
-    in the same unit.
+    in the same unit, and ``text_mean`` float64[K, n, B-1] of each text.
     """
     layers, experts, _, widths = samples.moments.shape[1:]
     reference, largest = {}, []
@@ -233,10 +270,13 @@ def moments_reference(samples: Samples, measured: Measured, fitted: np.ndarray) 
         scale[scale == 0] = 1
         reference[name] = (step / scale[..., None]).astype(np.float16)
         largest.append(scale)
-    mean = transitions(samples.moments[fitted].sum(0), samples.tokens[fitted].sum(0))
+    mean, of_text = averages(samples.moments, samples.tokens, fitted, texts)
     # Moments carry the half of a mean square that damage has.
-    unit = 0.5 * np.stack(largest, 2).astype(np.float64)
-    return {**reference, "mean": (mean / unit).reshape(layers * experts * 2, -1)}
+    unit, blocks = 0.5 * np.stack(largest, 2).astype(np.float64), layers * experts * 2
+    reference["mean"] = (mean / unit).reshape(blocks, -1)
+    if of_text is not None:
+        reference["text_mean"] = (of_text / unit).reshape(len(of_text), blocks, -1)
+    return reference
 
 
 def _arrays(prefix: str, heads: Heads) -> dict[str, np.ndarray]:
@@ -250,9 +290,9 @@ def _notes(verdicts: dict, best: str | None) -> list[str]:
     return [*notes, "the prompt residual is off" if best is None else f"{best} is in force"]
 
 
-def _targets(samples: Samples, fitted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _targets(samples: Samples, fitted: np.ndarray, texts: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     """Log of each sequence's damage over the average, and which are known: [n, L, E, 2, B-1]."""
-    mean = transitions(samples.damage[fitted].sum(0), samples.tokens[fitted].sum(0))
+    mean = average(samples.damage, samples.tokens, fitted, texts)
     own = transitions(samples.damage, samples.tokens)
     known = (samples.tokens >= LEAST_TOKENS)[..., None, None] & (own > 0) & (mean > 0)
     return _log_ratio(own, mean), known

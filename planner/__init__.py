@@ -1,6 +1,7 @@
 """Quality-aware precision planning: numbers in, plan out. NumPy only; no JAX, no devices, no clock.
 
 tables      BlockTable: damage and pages of every block at every width; what calibration hands over
+kinds       TextKinds: damage in each of calibration's texts, and which of them the running text is like
 residual    ResidualHeads: how much more a prompt hurts than calibration text
 damage      Prices, price: sensitivity, routing and residual joined into the damage of now
 plan        Plan, Change, PlanStatus: what comes out
@@ -18,6 +19,7 @@ from planner.damage import Prices as Prices
 from planner.damage import price as price
 from planner.explain import find_block as find_block
 from planner.floors import FloorRule as FloorRule
+from planner.kinds import TextKinds as TextKinds
 from planner.observe import Observation as Observation
 from planner.observe import Policy as Policy
 from planner.plan import Change as Change

@@ -4,6 +4,7 @@ The three layers of the paper, each a factor::
 
     sensitivity   BlockTable.expected          what calibration measured, per served token
     routing       BlockTable.routing_shift     how much more an expert is used now; shrunk to calibration
+                  TextKinds.conditional        what its tokens then lose: those of the texts that routing looks like
     residual      ResidualHeads.factor         how much more these prompts hurt
 """
 
@@ -21,12 +22,14 @@ PSEUDO_CHOICES = 16.0
 class Prices:
     """``damage`` float64[n, B] a served token, and what it was made of.
 
-    ``routing`` float64[n] and ``residual`` float64[n, B-1] are factors; None where they were left out.
+    ``routing`` float64[n] and ``residual`` float64[n, B-1] are factors; ``mixture`` float64[K]: what the routing looks
+    like, as shares of calibration's texts. None where they were left out.
     """
 
     damage: np.ndarray
     routing: np.ndarray | None = None
     residual: np.ndarray | None = None
+    mixture: np.ndarray | None = None
 
 
 def price(
@@ -48,17 +51,22 @@ def price(
     quantizer, a quarter for each bit more.
     """
     damage = table.expected if sensitivity else even_damage(table)
-    shift = eta = None
+    shift = eta = mixture = chances = None
     if routing_mass is not None:
+        routing_mass = np.asarray(routing_mass, float)
         if routing_tokens is not None and pseudo_choices:
             weight = routing_tokens / (routing_tokens + pseudo_choices * table.experts / table.choices)
-            routing_mass = weight * shares(np.asarray(routing_mass, float)) + (1 - weight) * shares(table.routing_mass)
+            routing_mass = weight * shares(routing_mass) + (1 - weight) * shares(table.routing_mass)
         shift = table.routing_shift(routing_mass)
+        if table.kinds is not None and sensitivity and routing_mass.any():
+            mixture = table.kinds.mixture(routing_mass)
+            chances = table.kinds.of_blocks(mixture)
+            damage = table.rate[:, None] * table.kinds.conditional(chances)
         damage = damage * shift[:, None]
     if residual is not None and table.heads is not None and strength:
-        eta = table.heads.factor(residual, strength)
+        eta = table.heads.factor(residual, strength, chances)
         damage = above(steps(damage) * eta, damage[:, -1])
-    return Prices(damage, shift, eta)
+    return Prices(damage, shift, eta, mixture)
 
 
 def steps(damage: np.ndarray) -> np.ndarray:

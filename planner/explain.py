@@ -50,6 +50,9 @@ def explain_block(plan: "Plan", block: int) -> str:
         f"  damage    {plan.damages[block, at]:.4g} a served token (bits: {curve})",
         f"  routing   {mass}",
     ]
+    if prices is not None and prices.mixture is not None:
+        shares = ", ".join(f"{s:.0%} text {kind}" for kind, s in enumerate(prices.mixture, 1) if s >= 0.005)
+        lines.append(f"  text      routed like {shares} of calibration; damage a routed token is theirs")
     if prices is not None and prices.residual is not None:
         eta = ", ".join(f"{b}: x{f:.3f}" for b, f in zip(table.widths, prices.residual[block], strict=False))
         lines.append(f"  residual  the prompts change a step down to its bits by {eta}")

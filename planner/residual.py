@@ -21,13 +21,15 @@ class MomentsReference:
 
     ``energy_gate_up`` and ``energy_down`` float16[L, E, B-1, K]: the error that a transition adds to each input column
     on its way to the layer's output, each block and transition in a unit of its own. ``mean`` float64[n, B-1]: what a
-    routed token of calibration text has on average, in that unit; not positive where nothing is known. Raises
-    ValueError for shapes that do not match or numbers that are not finite.
+    routed token of calibration text has on average, in that unit; not positive where nothing is known. ``kind_mean``
+    float64[K, n, B-1]: the same of each of calibration's texts, None where there was one. Raises ValueError for shapes
+    that do not match or numbers that are not finite.
     """
 
     energy_gate_up: np.ndarray
     energy_down: np.ndarray
     mean: np.ndarray
+    kind_mean: np.ndarray | None = None
 
     def __post_init__(self):
         lead = np.shape(self.energy_gate_up)[:3]
@@ -35,8 +37,11 @@ class MomentsReference:
             raise ValueError(f"column energies must both be [L, E, B-1, K], got {lead} for gate_up")
         if np.shape(self.mean) != (lead[0] * lead[1] * 2, lead[2]):
             raise ValueError(f"mean moments must be [n, B-1] for energies of {lead}, got {np.shape(self.mean)}")
-        for name in ("energy_gate_up", "energy_down", "mean"):
-            if not np.isfinite(getattr(self, name)).all():
+        if self.kind_mean is not None and np.shape(self.kind_mean)[1:] != np.shape(self.mean):
+            raise ValueError(f"mean moments of texts must be [K, n, B-1], got {np.shape(self.kind_mean)}")
+        for name in ("energy_gate_up", "energy_down", "mean", "kind_mean"):
+            array = getattr(self, name)
+            if array is not None and not np.isfinite(array).all():
                 raise ValueError(f"residual {name} must be finite")
 
     @cached_property
@@ -54,6 +59,16 @@ class MomentsReference:
         own = sums / np.maximum(np.repeat(tokens.reshape(-1), 2), 1)[:, None]
         known = (own > 0) & (self.mean > 0)
         return np.log(np.where(known, own, 1) / np.where(known, self.mean, 1))[..., None]
+
+    def beyond(self, features: np.ndarray, chances: np.ndarray) -> np.ndarray:
+        """``features`` float64[n, B-1, 1] over the average of the texts that a block's tokens come from, in place of
+        all of calibration; ``chances`` float64[K, n] as ``TextKinds.of_blocks`` has them."""
+        if self.kind_mean is None:
+            return features
+        mean = np.einsum("kn,knb->nb", chances, self.kind_mean)
+        known = (features[..., 0] != 0) & (mean > 0)
+        shift = np.log(np.where(known, self.mean, 1) / np.where(known, mean, 1))
+        return features + shift[..., None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,17 +115,20 @@ class ResidualHeads:
         """``(2, B-1)``."""
         return np.shape(self.confidence)
 
-    def factor(self, features: np.ndarray, strength: float = 1.0) -> np.ndarray:
+    def factor(self, features: np.ndarray, strength: float = 1.0, chances: np.ndarray | None = None) -> np.ndarray:
         """``eta = exp(alpha * c * clip(rho, low, high))``, float64[n, B-1].
 
         ``features`` float[n, 4], or float[n, B-1, 1] of moments; ``strength`` is ``alpha``. Blocks alternate between
-        the two matrices. ValueError for another shape.
+        the two matrices. ``chances`` float64[K, n]: the texts that damage is of already, as in
+        :meth:`MomentsReference.beyond`. ValueError for another shape.
         """
         features = np.asarray(features, float)
         shape = (self.features,) if self.reference is None else (self.shape[1], self.features)
         if features.shape[1:] != shape or not np.isfinite(features).all():
             wanted = ", ".join(map(str, ("n", *shape)))
             raise ValueError(f"residual features must be finite and of shape [{wanted}], got {features.shape}")
+        if self.reference is not None and chances is not None:
+            features = self.reference.beyond(features, chances)
         eta = np.empty((len(features), self.shape[1]), order="F")
         for matrix, weights in enumerate(self.weights):
             own = features[matrix::2]

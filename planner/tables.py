@@ -11,11 +11,10 @@ from functools import cached_property
 
 import numpy as np
 
+from planner.kinds import RARE, TextKinds
 from planner.residual import ResidualHeads
 
 MATRICES = ("gate_up", "down")
-# Shares of an expert's fair share: what calibration says of rarer experts is noise.
-RARE = 0.05
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +28,8 @@ class BlockTable:
     ``params`` int64[n]: weights of a block. ``routing_mass`` float64[layers, experts]: router-weight share of
     each expert on calibration text; ``routing_rate`` of the same shape: choices a token (None: the mass).
     ``floors`` int64[n] or None: fewest bits that calibration advises. ``heads``: prompt residual, None where
-    calibration has none. Raises ValueError with the first fault found.
+    calibration has none. ``kinds``: damage in each of calibration's texts, for a ``conditional`` table; None where
+    there was one text. Raises ValueError with the first fault found.
     """
 
     layers: int
@@ -43,6 +43,7 @@ class BlockTable:
     conditional: bool = False
     floors: np.ndarray | None = None
     heads: ResidualHeads | None = None
+    kinds: TextKinds | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "widths", tuple(int(b) for b in self.widths))
@@ -95,6 +96,19 @@ class BlockTable:
             raise ValueError(f"residual heads must have the shape {(2, len(widths) - 1)}, got {self.heads.shape}")
         if self.heads is not None and self.heads.reference is not None and len(self.heads.reference.mean) != n:
             raise ValueError(f"the residual's moments must be of {n} blocks, got {len(self.heads.reference.mean)}")
+        if self.kinds is not None:
+            self._validate_kinds(self.kinds)
+
+    def _validate_kinds(self, kinds: TextKinds) -> None:
+        if not self.conditional:
+            raise ValueError("kinds of text need damage of a routed token, and this table's is of a served one")
+        if kinds.damage.shape[1:] != self.damage.shape or kinds.routing_mass.shape[1:] != self.routing_mass.shape:
+            raise ValueError(
+                f"kinds of text must be of {self.damage.shape} damages and {self.routing_mass.shape} experts, got "
+                f"{kinds.damage.shape[1:]} and {kinds.routing_mass.shape[1:]}"
+            )
+        if self.widths[-1] == 16 and kinds.damage[..., -1].any():
+            raise ValueError("damage must be 0 at 16 bits, which are the original weights, in every kind of text")
 
     @property
     def blocks(self) -> int:
@@ -111,12 +125,16 @@ class BlockTable:
         """Damage a served token, float64[n, B], under the routing of calibration."""
         if not self.conditional:
             return self.damage
-        mass = self.routing_mass if self.routing_rate is None else self.routing_rate
-        # What was never chosen is rare, not free.
-        rate = np.maximum(mass, RARE * mass.mean(axis=1, keepdims=True))
-        expected = np.repeat(rate.ravel(), 2)[:, None] * self.damage
+        expected = self.rate[:, None] * self.damage
         expected.setflags(write=False)
         return expected
+
+    @cached_property
+    def rate(self) -> np.ndarray:
+        """Choices a served token of each block's expert, float64[n], under the routing of calibration."""
+        mass = self.routing_mass if self.routing_rate is None else self.routing_rate
+        # What was never chosen is rare, not free.
+        return np.repeat(np.maximum(mass, RARE * mass.mean(axis=1, keepdims=True)).ravel(), 2)
 
     def expected_damage(self, routing_mass: np.ndarray | None = None) -> np.ndarray:
         """Damage a served token, float64[n, B], under an online routing (None: that of calibration).

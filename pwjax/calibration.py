@@ -201,10 +201,18 @@ class Calibration:
         }
         tables |= {f"moments/{n}": self._layers("original", n).astype(np.float32) / tokens.shape[1] / len(self.chosen)
                    for n in MATRICES}  # fmt: skip
-        sources = np.repeat(np.arange(len(self.text.weights)), self.text.windows.quota)
+        used = np.flatnonzero(self.text.windows.quota)
+        texts = np.repeat(np.arange(len(used)), self.text.windows.quota[used])
+        if len(used) > 1:
+            for f, form in enumerate(FORMS):
+                at = [damage.text_tables(m.counts, m.by_sequence[:, :, :, f], texts, of_form[form][b])
+                      for b, m in sequences.items()]  # fmt: skip
+                tables[f"texts/damage/{form}"] = _with_16(np.mean(at, axis=0), fallback)
+            candidates = self.text.windows.source
+            tables["texts/routing_mass"] = np.stack([routing.mass[candidates == text].sum(0) for text in used])
         ladder = (*widths, 16) if fallback else widths
         # A single sequence's damage along the gradient is mostly noise of the gradient; that of `output` is not.
-        arrays, judged = residual(sequences[points[0]], sources, ladder, RESIDUAL_FORM, self.text.seed)
+        arrays, judged = residual(sequences[points[0]], texts, ladder, RESIDUAL_FORM, self.text.seed)
         tables |= arrays
         rare = damage.few_tokens(seen)
         names = [f"layer {at // 2 // config.num_experts} expert {at // 2 % config.num_experts} {MATRICES[at % 2]}"
@@ -345,8 +353,8 @@ def _ladder(experts: CodedExperts, layer: int, expert: int, bits: int) -> tuple[
 
 
 def _with_16(table: np.ndarray, fallback: bool) -> np.ndarray:
-    """A table with a last column of zeros for 16 bits, where there are."""
-    return np.concatenate([table, np.zeros((len(table), 1))], axis=1) if fallback else table
+    """A table [..., B] with a last column of zeros for 16 bits, where there are."""
+    return np.concatenate([table, np.zeros((*table.shape[:-1], 1))], axis=-1) if fallback else table
 
 
 def _warnings(rare: list[dict], tokens: np.ndarray) -> list[str]:

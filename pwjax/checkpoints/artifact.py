@@ -13,6 +13,7 @@ from safetensors.numpy import load_file
 
 from pallas_kernels.bitplanes import read_block
 from pallas_kernels.pages import Geometry
+from planner.kinds import TextKinds
 from planner.residual import MomentsReference, ResidualHeads
 from planner.tables import BlockTable
 from pwjax.checkpoints import manifest as manifests
@@ -88,6 +89,7 @@ class Artifact:
                 conditional=kind.partition("@")[0] in CONDITIONAL,
                 floors=tables.get("floors"),
                 heads=_heads(tables, kind),
+                kinds=_kinds(tables, kind),
             )
         except (ValueError, KeyError) as error:
             raise ArtifactError(f"{self.path / manifests.TABLES} cannot be used: {error}") from error
@@ -235,14 +237,26 @@ class Artifact:
         return problems + _safetensors_problems(self.path / manifests.TABLES, tables, "F64", extra_ok=True)
 
 
+def _kinds(tables: dict[str, np.ndarray], kind: str) -> TextKinds | None:
+    """Damage ``kind`` in each of calibration's texts, None where it kept but one."""
+    name = f"texts/damage/{kind}"
+    return TextKinds(tables[name], tables["texts/routing_mass"]) if name in tables else None
+
+
 def _heads(tables: dict[str, np.ndarray], kind: str) -> ResidualHeads | None:
-    """The prompt residual of ``residual/*`` for a damage table, None where calibration has none."""
+    """The prompt residual of ``residual/*`` for a damage table, None where calibration has none.
+
+    The paper's heads are fitted to deviations from all text, so they are not for a table that knows its texts apart.
+    """
     prefix, reference = "residual", None
     if kind != "paper" and "residual/moments/weights" in tables:
         prefix = "residual/moments"
+        names = ("energy_gate_up", "energy_down", "mean")
         reference = MomentsReference(
-            *(tables[f"{prefix}/{name}"] for name in ("energy_gate_up", "energy_down", "mean"))
+            *(tables[f"{prefix}/{name}"] for name in names), tables.get(f"{prefix}/text_mean")
         )
+    elif _kinds(tables, kind) is not None:
+        return None
     if f"{prefix}/weights" not in tables:
         return None
     heads = (tables[f"{prefix}/{name}"] for name in ("weights", "confidence", "low", "high"))

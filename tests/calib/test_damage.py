@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from calib.damage import FEW_TOKENS, conditional_table, few_tokens, floors, super_additivity
+from calib.damage import FEW_TOKENS, TEXT_TOKENS, conditional_table, few_tokens, floors, super_additivity, text_tables
 
 WIDTHS = (2, 3, 4)
 
@@ -49,3 +49,22 @@ def test_super_additivity_is_the_ratio_of_the_lower_point_to_the_higher():
     high = np.array([[4.0, 2.0, 0.0], [4.0, 0.0, 0.0]])
     assert super_additivity({6: high, 4: 1.5 * high}) == 1.5
     assert super_additivity({6: 0 * high, 4: high}) == 1.0
+
+
+def test_texts_have_tables_of_their_own_drawn_to_the_average():
+    rng = np.random.default_rng(0)
+    counts, texts = np.full((2, 3, 8), 4000), np.repeat([0, 1], 4)
+    each = np.sort(rng.uniform(1, 9, (2, 2, 3, 1, 2, 3)), axis=-1)[..., ::-1]  # [K, L, E, 1, 2, B]
+    by_sequence = counts[..., None, None] * np.concatenate([each[0].repeat(4, 2), each[1].repeat(4, 2)], 2)
+    pooled = each.mean(0).reshape(12, 3)
+    tables = text_tables(counts, by_sequence, texts, pooled)
+    assert tables.shape == (2, 12, 3)
+    np.testing.assert_allclose(tables, each.reshape(2, 12, 3), rtol=0.05)
+    # A text without tokens has the average, and one with as many as it is given is half way there.
+    counts[0, 1, :4], by_sequence[0, 1, :4] = 0, 0
+    counts[0, 2, :4], by_sequence[0, 2, :4] = TEXT_TOKENS // 4, TEXT_TOKENS // 4 * each[0, 0, 2]
+    tables = text_tables(counts, by_sequence, texts, pooled).reshape(2, 2, 3, 2, 3)
+    blocks = pooled.reshape(2, 3, 2, 3)
+    np.testing.assert_allclose(tables[0, 0, 1], blocks[0, 1])
+    np.testing.assert_allclose(tables[0, 0, 2], (blocks[0, 2] + each[0, 0, 2, 0]) / 2)
+    assert (np.diff(tables, axis=-1) <= 0).all()

@@ -78,3 +78,20 @@ def test_experts_without_tokens_change_nothing(rng):
     empty = Samples(*(np.zeros((6, *array.shape[1:])) for array in samples))
     nothing = fit_heads(empty.features()[..., None, :], empty, split(np.zeros(6, int), 0))
     assert not nothing.weights.any() and not nothing.confidence.any()
+
+
+def test_texts_that_differ_are_told_by_their_averages_not_by_the_residual(rng):
+    texts = np.repeat([0, 1, 2], 20)
+    samples = samples_where(lambda norm: 0.01 * rng.normal(size=norm.shape), rng)
+    level = np.exp([-1.0, 0.0, 1.0])[texts][:, None, None, None, None]
+    samples = samples._replace(
+        damage=samples.damage * level, moments=samples.moments * level, tokens=20 * samples.tokens
+    )
+    samples = samples._replace(damage=20 * samples.damage, moments=20 * samples.moments)
+    fitted = split(texts, seed=1)
+    alike = np.ones((*samples.tokens.shape, 2, 3))
+    apart = judge(samples, alike, fitted, texts=texts)
+    assert apart["off"] < 0.15 * judge(samples, alike, fitted)["off"]
+    # Nothing is left to predict.
+    heads = fit_heads(moments_feature(samples, fitted, texts), samples, fitted, texts)
+    assert (np.abs(np.log(heads.factor(moments_feature(samples, fitted, texts)))) < 0.2).all()

@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from calib.anyprecision import dequantize, quantize_block
+from planner import price
 from pwjax.calibration import calibrate, discard
 from pwjax.checkpoints.artifact import Artifact
 from pwjax.checkpoints.manifest import TABLES
@@ -28,6 +30,7 @@ CONFIG = ModelConfig(
     num_experts=4, top_k=2, expert_size=8, shared_size=0, norm_topk_prob=True, rms_eps=1e-6, rope_theta=1e4,
     max_positions=32, tie_embeddings=True, qkv_bias=False, bos_token_id=0,
 )  # fmt: skip
+LETTERS = "abcdefghijklmnopqrstuvwxyzABC"
 LONG = {"text": np.random.default_rng(3).integers(0, 30, 300), "tokens": 256, "sequence_length": 16}
 TEXT = {"text": np.random.default_rng(1).integers(0, 30, 70), "tokens": 32, "sequence_length": 16}
 
@@ -97,7 +100,7 @@ def test_codes_and_refined_tables_follow_the_inputs_the_same_way_every_time(tmp_
         quantize(params, CONFIG, tmp_path / "none.pw", refine=True)
 
 
-def test_an_artifact_is_calibrated_anew_to_the_same_tables(made, tmp_path, monkeypatch):
+def test_an_artifact_is_calibrated_anew_to_the_same_tables(made, tmp_path):
     told = []
     again = calibrate(made, **TEXT, note=told.append)
     old = load_file(made / TABLES)
@@ -114,17 +117,6 @@ def test_an_artifact_is_calibrated_anew_to_the_same_tables(made, tmp_path, monke
     kept = calibrate(made, **TEXT, progress=lambda *step: steps.append(step))
     assert not steps and all((kept.tables[name] == table).all() for name, table in again.tables.items())
     assert work.exists()
-
-    # Where both forms of the prompt residual help there are all tensors that docs/artifact.md lists, and as it says.
-    error = itertools.count(0, -1)
-    monkeypatch.setattr("calib.residual.judge", lambda *_: {"helps": True, "on": next(error)})
-    full = calibrate(made, **TEXT).tables
-    document, listed = Path(__file__).parents[2] / "docs" / "artifact.md", {}
-    rows = re.findall(r"^\| (`.+?`) \| (\w+)`\[(.+?)\]` \|", document.read_text("utf-8"), re.M)
-    for names, dtype, axes in rows:
-        listed |= {name: (dtype, axes.count(",") + 1) for name in re.findall("`(.+?)`", names)}
-    found = {re.sub("^damage/.*", "damage/<kind>", n): (t.dtype.name, t.ndim) for n, t in full.items()}
-    assert found == listed
     discard(made)
     assert not work.exists()
 
@@ -133,6 +125,43 @@ def test_an_artifact_is_calibrated_anew_to_the_same_tables(made, tmp_path, monke
     assert Artifact.open(copy).verify() == []
     facts = Artifact.open(copy).manifest["calibration"]
     assert facts["seed"] == 5 and facts["report"] == Artifact.open(made).manifest["calibration"]["report"]
+
+
+def test_texts_are_kept_apart_for_the_planner(made, tmp_path, monkeypatch):
+    rng = np.random.default_rng(5)
+    texts = ["".join(LETTERS[i] for i in rng.integers(0, high, 200)) for high in (8, 29)]
+    arguments = {"text": texts, "tokenizer": one_token_a_letter(), "tokens": 128, "sequence_length": 16}
+    error = itertools.count(0, -1)
+    monkeypatch.setattr("calib.residual.judge", lambda *_: {"helps": True, "on": next(error)})
+    found = calibrate(made, **arguments)
+    discard(made)
+    copy = Path(shutil.copytree(made, tmp_path / "copy.pw"))
+    write_tables(copy, found.tables, found.summary)
+    artifact = Artifact.open(copy)
+    assert [text["windows"] for text in artifact.manifest["calibration"]["texts"]] == [4, 4]
+    table = artifact.table()
+    assert table.kinds.damage.shape == (2, *table.damage.shape)
+    assert table.heads.reference.kind_mean.shape == (2, *table.heads.reference.mean.shape)
+    # Both texts use nearly the same experts in a random model, so neither is sure.
+    first, second = (price(table, mass).mixture for mass in table.kinds.routing_mass)
+    assert first[0] > second[0]
+    assert artifact.table("output").kinds is not None and Artifact.open(made).table().kinds is None
+    assert artifact.table("paper").kinds is None and artifact.table("directional@6").kinds is None
+    assert artifact.table("paper").heads.form == "paper"
+
+    # All tensors that docs/artifact.md lists are there, and as it says.
+    document, listed = Path(__file__).parents[2] / "docs" / "artifact.md", {}
+    rows = re.findall(r"^\| (`.+?`) \| (\w+)`\[(.+?)\]` \|", document.read_text("utf-8"), re.M)
+    for names, dtype, axes in rows:
+        listed |= {name: (dtype, axes.count(",") + 1) for name in re.findall("`(.+?)`", names)}
+    short = lambda name: re.sub("^(texts/)?damage/.*", r"\1damage/<kind>", name)  # noqa: E731
+    assert {short(n): (t.dtype.name, t.ndim) for n, t in found.tables.items()} == listed
+
+
+def one_token_a_letter() -> Tokenizer:
+    tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(["?", *LETTERS])}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return tokenizer
 
 
 class Killed(BaseException):
