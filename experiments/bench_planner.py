@@ -3,7 +3,8 @@
 A step is what a policy does at a boundary under pressure: damage under the routing and prompts of the moment, floors
 and stages, hull, greedy and improvement; the paper's policy plans every stage of its queue. Tables are random with
 heavy tails, of the sizes of published models, at 3, 4, 5, 6 and 16 bits, with pages as in their geometry; that of the
-default policy knows three texts apart. Seconds of the one thread that plans (CPU time). A minute; --gap adds the distance to an exact solver (minutes).
+default policy knows three texts apart. Seconds of the one thread that plans (CPU time). A minute; --gap adds the
+distance to an exact solver (minutes).
 
     python experiments/bench_planner.py --gap 20 --json results.json
 """
