@@ -65,7 +65,7 @@ def greedy_plan(table: BlockTable, damage: np.ndarray, pages: int, rng: np.rando
     # text, so no prompt residual is wanted; its heads would be for all widths.
     part = replace(
         table, widths=widths, damage=damage[:, quantized], conditional=False, pages=table.pages[:, quantized],
-        heads=None,
+        heads=None, kinds=None,
     )  # fmt: skip
     level = part.level(fit(part, pages).bits)
     rows = np.arange(part.blocks)

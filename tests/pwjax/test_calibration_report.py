@@ -70,7 +70,7 @@ def test_a_form_of_routed_tokens_is_checked_as_its_twin_of_served_ones(tiny_arti
     table = artifact.table()
     # Powers of two, so that dividing by them and multiplying again is exact.
     rate = 2.0 ** np.random.default_rng(1).integers(-2, 3, table.routing_mass.shape)
-    served = replace(table, routing_rate=rate, conditional=False)
+    served = replace(table, routing_rate=rate, conditional=False, kinds=None)
     routed = replace(served, damage=served.damage / rate.repeat(2)[:, None], conditional=True)
     found, plans = [], []
     for pair in ((served, served), (served, routed), (routed, served), (routed, routed)):
