@@ -63,10 +63,10 @@ def measure(table: BlockTable, name: str, repeats: int, seed: int) -> dict:
             policy = get_policy(name, **({"residence": 0} if name == "default" else {}))
             plan = policy.initial(table, capacity, capacity // 10)
             bits = plan.bits if kind == "demote" else np.full(table.blocks, 4)
+            mass = rng.dirichlet(np.ones(table.experts), table.layers)
             seen = Observation(
                 bits, rng.random(table.blocks) < 0.01, free, growth, repeat,
-                routing_mass=rng.dirichlet(np.ones(table.experts), table.layers), routing_tokens=500.0,
-                residual=rng.random((table.blocks, 4)),
+                routing_mass=mass, routing_choices=mass, routing_tokens=500.0, residual=rng.random((table.blocks, 4)),
             )  # fmt: skip
             began = time.thread_time()
             plan = policy.step(seen)

@@ -34,7 +34,7 @@ class Prices:
 
 def price(
     table: BlockTable,
-    routing_mass: np.ndarray | None = None,
+    routing: np.ndarray | None = None,
     routing_tokens: float | None = None,
     residual: np.ndarray | None = None,
     *,
@@ -42,24 +42,25 @@ def price(
     strength: float = 1.0,
     sensitivity: bool = True,
 ) -> Prices:
-    """Prices under ``routing_mass`` float[layers, experts] and features ``residual`` of the prompts, None: unknown.
+    """Prices under ``routing`` float[layers, experts], recent choices of each expert, and features ``residual`` of the
+    prompts, None: unknown.
 
-    Features are what ``ResidualHeads.factor`` takes.
-    The routing of ``routing_tokens`` tokens (None: enough of them) is averaged with that of calibration, which counts
-    as many tokens as give an average expert ``pseudo_choices`` choices. ``strength`` of the residual: the paper's
-    alpha. Without ``sensitivity`` a weight of every block costs the same at the same width: the error of a uniform
-    quantizer, a quarter for each bit more.
+    Choices count, not router weight: gates are inside the damage of a routed token. Features are what
+    ``ResidualHeads.factor`` takes. The routing of ``routing_tokens`` tokens (None: enough of them) is averaged with that
+    of calibration, which counts as many tokens as give an average expert ``pseudo_choices`` choices. ``strength`` of the
+    residual: the paper's alpha. Without ``sensitivity`` a weight of every block costs the same at the same width: the
+    error of a uniform quantizer, a quarter for each bit more.
     """
     damage = table.expected if sensitivity else even_damage(table)
     shift = eta = mixture = chances = None
-    if routing_mass is not None:
-        routing_mass = np.asarray(routing_mass, float)
+    if routing is not None:
+        routing = np.asarray(routing, float)
         if routing_tokens is not None and pseudo_choices:
             weight = routing_tokens / (routing_tokens + pseudo_choices * table.experts / table.choices)
-            routing_mass = weight * shares(routing_mass) + (1 - weight) * shares(table.routing_mass)
-        shift = table.routing_shift(routing_mass)
-        if table.kinds is not None and sensitivity and routing_mass.any():
-            mixture = table.kinds.mixture(routing_mass)
+            routing = weight * shares(routing) + (1 - weight) * shares(table.usage)
+        shift = table.routing_shift(routing)
+        if table.kinds is not None and sensitivity and routing.any():
+            mixture = table.kinds.mixture(routing)
             chances = table.kinds.of_blocks(mixture)
             damage = table.rate[:, None] * table.kinds.conditional(chances)
         damage = damage * shift[:, None]
@@ -77,7 +78,7 @@ def steps(damage: np.ndarray) -> np.ndarray:
 def even_damage(table: BlockTable, weight: np.ndarray | None = None) -> np.ndarray:
     """Damage float64[n, B] without calibration: of a block's size and ``weight`` float[n] (None: its routing share)."""
     if weight is None:
-        weight = np.repeat(shares(table.routing_mass).ravel(), 2)
+        weight = np.repeat(shares(table.usage).ravel(), 2)
     error = np.array([0.0 if bits == 16 else 4.0**-bits for bits in table.widths])
     return (weight * table.params)[:, None] * error
 

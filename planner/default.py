@@ -98,10 +98,10 @@ class DefaultPolicy:
         return int(self._credit_pages)
 
     def _prices(self, o: Observation | None = None) -> Prices:
-        mass = o.routing_mass if o and self.routing else None
+        routing = o.routing_choices if o and self.routing else None
         features = o.residual if o and self.residual else None
         tokens = o.routing_tokens if o else None
         return price(
-            self._table, mass, tokens, features,
+            self._table, routing, tokens, features,
             pseudo_choices=self.pseudo_choices, strength=self.strength, sensitivity=self.sensitivity,
         )  # fmt: skip

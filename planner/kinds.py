@@ -19,43 +19,43 @@ RARE = 0.05
 @dataclass(frozen=True, eq=False)
 class TextKinds:
     """K texts of calibration. ``damage`` float64[K, n, B] of a routed token in each of them, as in ``BlockTable``;
-    ``routing_mass`` float64[K, layers, experts]: router-weight share of each expert, any scale a layer.
+    ``usage`` float64[K, layers, experts]: how often each expert is chosen, any scale a layer.
 
     Raises ValueError for shapes that do not match, numbers that are not finite or negative, and damage that grows with
     bits.
     """
 
     damage: np.ndarray
-    routing_mass: np.ndarray
+    usage: np.ndarray
 
     def __post_init__(self):
-        damage, mass = np.array(self.damage, float), np.array(self.routing_mass, float)
-        if damage.ndim != 3 or mass.ndim != 3 or len(damage) != len(mass) or not len(mass):
-            raise ValueError(f"texts need damage [K, n, B] and masses [K, L, E], got {damage.shape} and {mass.shape}")
-        for name, array in (("damage", damage), ("routing_mass", mass)):
+        damage, usage = np.array(self.damage, float), np.array(self.usage, float)
+        if damage.ndim != 3 or usage.ndim != 3 or len(damage) != len(usage) or not len(usage):
+            raise ValueError(f"texts need damage [K, n, B] and usage [K, L, E], got {damage.shape} and {usage.shape}")
+        for name, array in (("damage", damage), ("usage", usage)):
             if not (np.isfinite(array) & (array >= 0)).all():
                 raise ValueError(f"{name} of kinds of text must be finite and not negative")
         if (np.diff(damage, axis=2) > 0).any():
             raise ValueError("damage of kinds of text must not grow with bits")
-        for name, array in (("damage", damage), ("routing_mass", mass)):
+        for name, array in (("damage", damage), ("usage", usage)):
             array.setflags(write=False)
             object.__setattr__(self, name, array)
 
     @cached_property
     def _shares(self) -> np.ndarray:
         """Share of each expert in a layer, float64[K, layers * experts], none of them zero."""
-        mass = self.routing_mass + RARE * self.routing_mass.mean(axis=2, keepdims=True)
-        mass = np.where(mass.sum(axis=2, keepdims=True) > 0, mass, 1)
-        return (mass / mass.sum(axis=2, keepdims=True)).reshape(len(mass), -1)
+        usage = self.usage + RARE * self.usage.mean(axis=2, keepdims=True)
+        usage = np.where(usage.sum(axis=2, keepdims=True) > 0, usage, 1)
+        return (usage / usage.sum(axis=2, keepdims=True)).reshape(len(usage), -1)
 
     @cached_property
     def _by_width(self) -> np.ndarray:
         """Damage with blocks last, float64[K, B, n]: NumPy is fast along blocks."""
         return np.ascontiguousarray(self.damage.swapaxes(1, 2))
 
-    def mixture(self, routing_mass: np.ndarray) -> np.ndarray:
-        """Shares float64[K] of the texts under which ``routing_mass`` float[layers, experts] is most likely."""
-        seen = np.asarray(routing_mass, float).ravel() / np.sum(routing_mass)
+    def mixture(self, usage: np.ndarray) -> np.ndarray:
+        """Shares float64[K] of the texts under which ``usage`` float[layers, experts], not all 0, is most likely."""
+        seen = np.asarray(usage, float).ravel() / np.sum(usage)
         weights = np.full(len(self._shares), 1 / len(self._shares))
         for _ in range(ROUNDS):
             weights = self._given(weights) @ seen

@@ -20,9 +20,10 @@ class Observation:
     growth. ``releasing_pages``: pages that demotions in flight will free. ``reserving_pages``: pages that promotions
     in flight have not yet taken from the free ones. ``boundary``: counts up.
 
-    ``routing_mass`` float[layers, experts] or None: recent router-weight share, any scale; ``routing_tokens``: how
-    many tokens it stands for, None: enough to be trusted. ``request_mass``: the same of the running requests' prompts,
-    averaged by their KV pages, and ``residual``: their features (see ``ResidualHeads.factor``), averaged so.
+    ``routing_mass`` float[layers, experts] or None: recent router-weight share, any scale, and ``routing_choices``: how
+    often experts were chosen; ``routing_tokens``: how many tokens both stand for, None: enough to be trusted.
+    ``request_mass``: the mass of the running requests' prompts, averaged by their KV pages, and ``residual``: their
+    features (see ``ResidualHeads.factor``), averaged so.
     ``given_up`` bool[n]: blocks that will never move again. ``tokens``: tokens served so far. ``turn_pages``: pages
     that one KV page more of one sequence takes, all layers together. ``floor_bits``: no block may go below,
     whatever the stage, while requests run that ask for it. ``max_damage``: predicted damage that no plan may exceed.
@@ -34,6 +35,7 @@ class Observation:
     growth_pages: int
     boundary: int
     routing_mass: np.ndarray | None = None
+    routing_choices: np.ndarray | None = None
     blocked_pages: int = 0
     releasing_pages: int = 0
     reserving_pages: int = 0

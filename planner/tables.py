@@ -102,10 +102,10 @@ class BlockTable:
     def _validate_kinds(self, kinds: TextKinds) -> None:
         if not self.conditional:
             raise ValueError("kinds of text need damage of a routed token, and this table's is of a served one")
-        if kinds.damage.shape[1:] != self.damage.shape or kinds.routing_mass.shape[1:] != self.routing_mass.shape:
+        if kinds.damage.shape[1:] != self.damage.shape or kinds.usage.shape[1:] != self.routing_mass.shape:
             raise ValueError(
                 f"kinds of text must be of {self.damage.shape} damages and {self.routing_mass.shape} experts, got "
-                f"{kinds.damage.shape[1:]} and {kinds.routing_mass.shape[1:]}"
+                f"{kinds.damage.shape[1:]} and {kinds.usage.shape[1:]}"
             )
         if self.widths[-1] == 16 and kinds.damage[..., -1].any():
             raise ValueError("damage must be 0 at 16 bits, which are the original weights, in every kind of text")
@@ -132,30 +132,28 @@ class BlockTable:
     @cached_property
     def rate(self) -> np.ndarray:
         """Choices a served token of each block's expert, float64[n], under the routing of calibration."""
-        mass = self.routing_mass if self.routing_rate is None else self.routing_rate
         # What was never chosen is rare, not free.
-        return np.repeat(np.maximum(mass, RARE * mass.mean(axis=1, keepdims=True)).ravel(), 2)
+        return np.repeat(np.maximum(self.usage, RARE * self.usage.mean(axis=1, keepdims=True)).ravel(), 2)
 
-    def expected_damage(self, routing_mass: np.ndarray | None = None) -> np.ndarray:
-        """Damage a served token, float64[n, B], under an online routing (None: that of calibration).
+    @property
+    def usage(self) -> np.ndarray:
+        """How often calibration used each expert, float64[layers, experts]: choices, or the mass where it has none."""
+        return self.routing_mass if self.routing_rate is None else self.routing_rate
 
-        ``routing_mass`` float[layers, experts]: router-weight share, any scale a layer; see :meth:`routing_shift`.
-        """
-        return self.expected if routing_mass is None else self.expected * self.routing_shift(routing_mass)[:, None]
-
-    def routing_shift(self, routing_mass: np.ndarray) -> np.ndarray:
+    def routing_shift(self, usage: np.ndarray) -> np.ndarray:
         """How much more each block is used than calibration saw, float64[n]: 1 where nothing changed.
 
-        Both shares get a little of an expert's fair share added, so that the ratio of two rare experts stays small;
-        a layer without routing yet counts as unchanged. ValueError for a mass of another shape, or not a mass.
+        ``usage`` float[layers, experts] is on any scale a layer. Both shares get a little of an expert's fair share
+        added, so that the ratio of two rare experts stays small; a layer without routing yet counts as unchanged.
+        ValueError for usage of another shape, or not usage.
         """
-        mass = np.asarray(routing_mass, float)
-        if mass.shape != self.routing_mass.shape or not np.isfinite(mass).all() or (mass < 0).any():
+        usage = np.asarray(usage, float)
+        if usage.shape != self.routing_mass.shape or not np.isfinite(usage).all() or (usage < 0).any():
             raise ValueError(
-                f"routing_mass must be finite, not negative and of shape {self.routing_mass.shape}, got {mass.shape}"
+                f"routing must be finite, not negative and of shape {self.routing_mass.shape}, got {usage.shape}"
             )
-        before, rare = shares(self.routing_mass), RARE / self.experts
-        now = np.where(mass.sum(axis=1, keepdims=True) > 0, shares(mass), before)
+        before, rare = shares(self.usage), RARE / self.experts
+        now = np.where(usage.sum(axis=1, keepdims=True) > 0, shares(usage), before)
         return np.repeat(((now + rare) / (before + rare)).ravel(), 2)
 
     def locate(self, block: int) -> tuple[int, int, int]:

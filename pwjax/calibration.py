@@ -209,7 +209,9 @@ class Calibration:
                       for b, m in sequences.items()]  # fmt: skip
                 tables[f"texts/damage/{form}"] = _with_16(np.mean(at, axis=0), fallback)
             candidates = self.text.windows.source
-            tables["texts/routing_mass"] = np.stack([routing.mass[candidates == text].sum(0) for text in used])
+            tables["texts/routing_rate"] = np.stack(
+                [routing.count[candidates == text].mean(0) / tokens.shape[1] for text in used]
+            )
         ladder = (*widths, 16) if fallback else widths
         # A single sequence's damage along the gradient is mostly noise of the gradient; that of `output` is not.
         arrays, judged = residual(sequences[points[0]], texts, ladder, RESIDUAL_FORM, self.text.seed)

@@ -73,6 +73,6 @@ def plan(snapshot: Snapshot, target_bytes: int) -> Plan:
         spare_pages = min(seen.free_pages, -target_bytes // page_bytes)
         return promote(table, seen.bits, spare_pages, None, seen.moving, "Asked for.")
     pages = -(-target_bytes // page_bytes)
-    prices = price(table, seen.routing_mass, seen.routing_tokens, seen.residual)
+    prices = price(table, seen.routing_choices, seen.routing_tokens, seen.residual)
     stages = FloorRule().stages(table, prices.damage)
     return demote(table, seen.bits, pages, stages, seen.moving, "Asked for.", prices=prices)

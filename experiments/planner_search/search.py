@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from planner import BlockTable, FloorRule, Observation, get_policy
+from planner import BlockTable, FloorRule, Observation, get_policy, price
 from pwjax.loading import open_model
 
 ROUTING = Path(__file__).parents[1] / "train_demo" / "results" / "routing.json"
@@ -56,23 +56,23 @@ def play(table: BlockTable, policy, kind: str, domain: np.ndarray, seed: int) ->
         coming = [change.pages for _, change in landing]
         free = capacity - table.total_pages(bits) - sum(p for p in coming if p > 0)
         kv = min(int(wanted[boundary]), max(free, 0))
-        true = table.routing_mass if boundary < BOUNDARIES // 3 else domain
+        true = table.usage if boundary < BOUNDARIES // 3 else domain
         seen = np.stack([rng.multinomial(TOKENS * 4, row / row.sum()) for row in true])
         kept = 0.5 ** (TOKENS / HALF_LIFE)
         mass, tokens = kept * mass + seen, kept * tokens + TOKENS
         plan = policy.step(Observation(
-            bits.copy(), moving.copy(), free - kv, 0, boundary, routing_mass=mass, routing_tokens=tokens,
-            blocked_pages=int(wanted[boundary]) - kv, releasing_pages=-sum(p for p in coming if p < 0),
+            bits.copy(), moving.copy(), free - kv, 0, boundary,
+            routing_mass=mass, routing_choices=mass, routing_tokens=tokens, blocked_pages=int(wanted[boundary]) - kv, releasing_pages=-sum(p for p in coming if p < 0),
             tokens=TOKENS * boundary, turn_pages=2 * table.layers,
         ))  # fmt: skip
         for change in plan.changes() if plan else []:
             moving[change.block] = True
             landing.append((boundary + LATENCY, change))
-        price = table.expected_damage(true)
+        each = price(table, true).damage
         # Demand that was not met is as bad as text at the lowest bits for its share.
         short = (int(wanted[boundary]) - kv) / max(int(wanted[boundary]), 1)
-        now = float(price[np.arange(table.blocks), table.level(bits)].sum())
-        damage.append((1 - short) * now + short * float(price[:, 0].sum()))
+        now = float(each[np.arange(table.blocks), table.level(bits)].sum())
+        damage.append((1 - short) * now + short * float(each[:, 0].sum()))
     return float(np.mean(damage))
 
 

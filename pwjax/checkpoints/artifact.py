@@ -240,7 +240,7 @@ class Artifact:
 def _kinds(tables: dict[str, np.ndarray], kind: str) -> TextKinds | None:
     """Damage ``kind`` in each of calibration's texts, None where it kept but one."""
     name = f"texts/damage/{kind}"
-    return TextKinds(tables[name], tables["texts/routing_mass"]) if name in tables else None
+    return TextKinds(tables[name], tables["texts/routing_rate"]) if name in tables else None
 
 
 def _heads(tables: dict[str, np.ndarray], kind: str) -> ResidualHeads | None:

@@ -270,6 +270,7 @@ class Boundaries:
             growth_pages=self.scheduler.growth_pages(LOOKAHEAD_BOUNDARIES * parts.shapes.decode_tokens),
             boundary=self.index,
             routing_mass=self.routing.mass,
+            routing_choices=self.routing.choices,
             routing_tokens=self.routing.tokens,
             request_mass=request_mass,
             residual=residual,

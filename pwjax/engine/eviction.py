@@ -59,7 +59,6 @@ class Market:
         known = boundary // PERIOD, self._parts.page_table.epoch, floor_bits
         if known != self._known:
             table, self._known = self._parts.table, known
-            mass = routing.mass if routing.tokens else None
-            prices = price(table, mass, routing.tokens)
+            prices = price(table, routing.choices if routing.tokens else None, routing.tokens)
             self._rate = next_demotion(table, self._parts.pager.committed, prices, still, floor_bits)
         return self._rate

@@ -35,7 +35,8 @@ class Prompt(NamedTuple):
 
 
 class RoutingRecord:
-    """Keeps ``mass`` float64[L, E], a decayed sum of router weight, and the ``tokens`` it stands for, both 0 at first.
+    """Keeps ``mass`` and ``choices`` float64[L, E], decayed sums of router weight and of how often each expert was
+    chosen, and the ``tokens`` they stand for, all 0 at first.
 
     Prompts are kept apart, for as long as their request runs: what a dispatch of several requests routed to cannot be
     told apart, but a prefill is one request's alone.
@@ -44,6 +45,7 @@ class RoutingRecord:
     def __init__(self, table: BlockTable):
         self._table = table
         self.mass = np.zeros(table.routing_mass.shape)
+        self.choices = np.zeros(table.routing_mass.shape)
         self.tokens = 0.0
         self._reference = None if table.heads is None else table.heads.reference
         self._prompts: dict[int, Prompt] = {}
@@ -62,7 +64,8 @@ class RoutingRecord:
         tokens = float(count[0].sum()) / self._table.choices
         if tokens and np.all(mass.sum(axis=1) > 0):
             kept = 0.5 ** (tokens / HALF_LIFE_TOKENS)
-            self.mass, self.tokens = kept * self.mass + mass, kept * self.tokens + tokens
+            self.mass, self.choices = kept * self.mass + mass, kept * self.choices + count
+            self.tokens = kept * self.tokens + tokens
         if sequence is not None:
             moments = None
             if self._reference is not None and stats.moments is not None:

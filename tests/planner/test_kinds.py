@@ -23,7 +23,7 @@ def make_kinds(table: BlockTable, seed: int = 0, count: int = 3) -> TextKinds:
 def table(make_table) -> BlockTable:
     table = replace(make_table(layers=LAYERS, experts=EXPERTS), conditional=True)
     kinds = make_kinds(table)
-    return replace(table, kinds=kinds, routing_mass=kinds.routing_mass.mean(0))
+    return replace(table, kinds=kinds, routing_mass=kinds.usage.mean(0))
 
 
 @given(shares=st.lists(st.floats(0, 1), min_size=3, max_size=3).filter(lambda s: sum(s) > 0.1))
@@ -32,13 +32,13 @@ def test_a_mixture_is_told_by_its_routing(shares):
     mass = rng.dirichlet(np.full(EXPERTS, 0.3), (3, LAYERS))
     kinds = TextKinds(np.ones((3, LAYERS * EXPERTS * 2, 2)), mass)
     true = np.array(shares) / sum(shares)
-    found = kinds.mixture(np.einsum("k,kle->le", true, kinds.routing_mass))
+    found = kinds.mixture(np.einsum("k,kle->le", true, kinds.usage))
     assert found.sum() == pytest.approx(1) and (found >= 0).all()
     np.testing.assert_allclose(found, true, atol=0.12)
 
 
 def test_one_text_alone_has_its_own_damage(table):
-    for text, mass in enumerate(table.kinds.routing_mass):
+    for text, mass in enumerate(table.kinds.usage):
         prices = price(table, mass)
         assert prices.mixture[text] > 0.95
         # Experts that no other text uses are its own to the last percent.
@@ -59,7 +59,7 @@ def test_damage_lies_between_the_texts_and_never_grows_with_bits(table):
 
 def test_without_routing_and_in_the_ablations_the_average_counts(table):
     assert (price(table).damage == table.expected).all() and price(table).mixture is None
-    mass = table.kinds.routing_mass[0]
+    mass = table.kinds.usage[0]
     assert price(table, mass, sensitivity=False).mixture is None
     nothing = price(table, np.zeros_like(mass))
     assert nothing.mixture is None and np.allclose(nothing.damage, table.expected)
@@ -69,8 +69,8 @@ def test_without_routing_and_in_the_ablations_the_average_counts(table):
 
 
 def test_equal_texts_change_nothing(table):
-    same = replace(table, kinds=TextKinds(np.stack([table.damage] * 3), table.kinds.routing_mass))
-    mass = table.kinds.routing_mass[1]
+    same = replace(table, kinds=TextKinds(np.stack([table.damage] * 3), table.kinds.usage))
+    mass = table.kinds.usage[1]
     np.testing.assert_allclose(price(same, mass).damage, price(replace(table, kinds=None), mass).damage)
 
 
@@ -91,12 +91,12 @@ def test_the_residual_is_of_what_the_texts_do_not_tell(table):
     assert (heads.factor(features)[0] > 3.9).all()
     chances[:] = [[0], [0.5], [0.5]]
     np.testing.assert_allclose(heads.factor(features, 1.0, chances)[0], 4 / 0.625)
-    full = price(replace(table, heads=heads), table.kinds.routing_mass[0], residual=features)
+    full = price(replace(table, heads=heads), table.kinds.usage[0], residual=features)
     assert full.residual.shape == (table.blocks, steps) and np.isfinite(full.damage).all()
 
 
 def test_explain_names_the_texts(table):
-    prices = price(table, table.kinds.routing_mass[2])
+    prices = price(table, table.kinds.usage[2])
     plan = demote(table, np.full(table.blocks, 6), 20, [np.full(table.blocks, 2)], prices=prices)
     assert "text 3 of calibration" in plan.explain(block=plan.changes()[0].block)
 
@@ -104,19 +104,19 @@ def test_explain_names_the_texts(table):
 def test_kinds_that_cannot_be_are_refused(table):
     kinds = table.kinds
     for damage, mass, words in (
-        (kinds.damage[0], kinds.routing_mass, "damage [K, n, B]"),
-        (kinds.damage[:2], kinds.routing_mass, "damage [K, n, B]"),
-        (-kinds.damage, kinds.routing_mass, "not negative"),
-        (kinds.damage * np.nan, kinds.routing_mass, "finite"),
-        (kinds.damage[..., ::-1], kinds.routing_mass, "must not grow with bits"),
+        (kinds.damage[0], kinds.usage, "damage [K, n, B]"),
+        (kinds.damage[:2], kinds.usage, "damage [K, n, B]"),
+        (-kinds.damage, kinds.usage, "not negative"),
+        (kinds.damage * np.nan, kinds.usage, "finite"),
+        (kinds.damage[..., ::-1], kinds.usage, "must not grow with bits"),
     ):
         with pytest.raises(ValueError, match="^[^\n]*$") as error:
             TextKinds(damage, mass)
         assert words in str(error.value)
     for wrong, words in (
         ({"conditional": False}, "routed token"),
-        ({"kinds": TextKinds(kinds.damage[:, :-2], kinds.routing_mass)}, "must be of"),
-        ({"kinds": TextKinds(kinds.damage + 1, kinds.routing_mass)}, "0 at 16 bits"),
+        ({"kinds": TextKinds(kinds.damage[:, :-2], kinds.usage)}, "must be of"),
+        ({"kinds": TextKinds(kinds.damage + 1, kinds.usage)}, "0 at 16 bits"),
     ):
         with pytest.raises(ValueError) as error:
             replace(table, **wrong)

@@ -256,7 +256,7 @@ def test_requests_set_a_floor_and_a_limit_of_damage(table):
 
 def test_each_layer_of_the_default_can_be_taken_away(table):
     still, bits = np.zeros(table.blocks, bool), np.full(table.blocks, 5)
-    mass = np.roll(table.routing_mass, 3, axis=1)
+    choices = np.roll(table.routing_mass, 3, axis=1)
     heads = ResidualHeads(np.full((2, 5, 4), 1.0), np.ones((2, 5)), np.full((2, 5), -2), np.full((2, 5), 2))
     hurt = np.zeros((table.blocks, 4))
     hurt[::3] = 0.5
@@ -265,7 +265,7 @@ def test_each_layer_of_the_default_can_be_taken_away(table):
     def bits_of(name):
         policy = get_policy(name)
         policy.initial(table, table.total_pages(5), 0)
-        seen = Observation(bits, still, 0, 60, 1, routing_mass=mass, residual=hurt)
+        seen = Observation(bits, still, 0, 60, 1, routing_choices=choices, residual=hurt)
         plan = policy.step(seen)
         return tuple(plan.bits.tolist()) if plan else tuple(bits.tolist())
 

@@ -84,12 +84,16 @@ def test_conditional_damage_counts_as_often_as_tokens_come():
 
 def test_damage_follows_todays_routing(make_table):
     table = make_table(experts=8)
-    assert np.allclose(table.expected_damage(table.routing_mass * 7), table.expected)
-    assert np.allclose(table.expected_damage(np.zeros((2, 8))), table.expected)
+    assert np.allclose(price(table, table.routing_mass * 7).damage, table.expected)
+    assert np.allclose(price(table, np.zeros((2, 8))).damage, table.expected)
     mass = np.zeros((2, 8))
     mass[:, 3] = 1
     shift = table.routing_shift(mass).reshape(2, 8, 2)
     assert (shift[:, 3] > 1).all() and (np.delete(shift, 3, axis=1) < 1).all()
+    # Choices are compared with choices where calibration counted them: an expert of large gates is not chosen more.
+    counted = replace(table, routing_rate=np.full((2, 8), 0.5))
+    assert np.allclose(counted.routing_shift(np.full((2, 8), 9)), 1)
+    assert not np.allclose(counted.routing_shift(table.routing_mass), 1)
 
 
 def test_residual_heads_scale_by_confidence_and_clip():

@@ -143,7 +143,7 @@ def test_texts_are_kept_apart_for_the_planner(made, tmp_path, monkeypatch):
     assert table.kinds.damage.shape == (2, *table.damage.shape)
     assert table.heads.reference.kind_mean.shape == (2, *table.heads.reference.mean.shape)
     # Both texts use nearly the same experts in a random model, so neither is sure.
-    first, second = (price(table, mass).mixture for mass in table.kinds.routing_mass)
+    first, second = (price(table, usage).mixture for usage in table.kinds.usage)
     assert first[0] > second[0]
     assert artifact.table("output").kinds is not None and Artifact.open(made).table().kinds is None
     assert artifact.table("paper").kinds is None and artifact.table("directional@6").kinds is None

@@ -43,6 +43,7 @@ def test_mass_starts_with_calibration_and_decays_by_tokens(record):
     record.add(stats(HALF_LIFE_TOKENS, 1))
     assert np.allclose(record.shares, [1 / 3, 2 / 3, 0])
     assert record.tokens == pytest.approx(1.5 * HALF_LIFE_TOKENS)
+    assert np.allclose(record.choices, 2 * record.mass), "two choices for every unit of router weight in these stats"
 
 
 def test_prompts_are_merged_by_kv_pages_and_forgotten_with_their_request(record):

@@ -45,7 +45,8 @@ def test_routing_counts_once_whether_damage_is_of_a_routed_or_of_a_served_token(
     routed = replace(served, damage=table.damage / rate.repeat(2)[:, None], conditional=True)
     assert (routed.damage != served.damage).any() and (routed.expected == served.expected).all()
     # What calibration found text by text changes nothing where damage is given.
-    routed = replace(routed, kinds=TextKinds(np.stack([routed.damage, 2 * routed.damage]), np.stack([rate, rate[::-1]])))
+    texts = TextKinds(np.stack([routed.damage, 2 * routed.damage]), np.stack([rate, rate[::-1]]))
+    routed = replace(routed, kinds=texts)
     for mean_bits in (3, 3.5):
         pages = target_pages(table, mean_bits)
         best = [greedy_plan(t, t.expected, pages, np.random.default_rng(0)) for t in (served, routed)]
