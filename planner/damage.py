@@ -46,10 +46,10 @@ def price(
     prompts, None: unknown.
 
     Choices count, not router weight: gates are inside the damage of a routed token. Features are what
-    ``ResidualHeads.factor`` takes. The routing of ``routing_tokens`` tokens (None: enough of them) is averaged with that
-    of calibration, which counts as many tokens as give an average expert ``pseudo_choices`` choices. ``strength`` of the
-    residual: the paper's alpha. Without ``sensitivity`` a weight of every block costs the same at the same width: the
-    error of a uniform quantizer, a quarter for each bit more.
+    ``ResidualHeads.factor`` takes. The routing of ``routing_tokens`` tokens (None: enough of them) is averaged with
+    that of calibration, which counts as many tokens as give an average expert ``pseudo_choices`` choices. ``strength``
+    of the residual: the paper's alpha. Without ``sensitivity`` a weight of every block costs the same at the same
+    width: the error of a uniform quantizer, a quarter for each bit more.
     """
     damage = table.expected if sensitivity else even_damage(table)
     shift = eta = mixture = chances = None

@@ -62,7 +62,8 @@ def play(table: BlockTable, policy, kind: str, domain: np.ndarray, seed: int) ->
         mass, tokens = kept * mass + seen, kept * tokens + TOKENS
         plan = policy.step(Observation(
             bits.copy(), moving.copy(), free - kv, 0, boundary,
-            routing_mass=mass, routing_choices=mass, routing_tokens=tokens, blocked_pages=int(wanted[boundary]) - kv, releasing_pages=-sum(p for p in coming if p < 0),
+            routing_mass=mass, routing_choices=mass, routing_tokens=tokens,
+            blocked_pages=int(wanted[boundary]) - kv, releasing_pages=-sum(p for p in coming if p < 0),
             tokens=TOKENS * boundary, turn_pages=2 * table.layers,
         ))  # fmt: skip
         for change in plan.changes() if plan else []:
