@@ -44,7 +44,8 @@ setup(
             depends=sorted(str(path) for path in NATIVE.glob("*.h")),
             include_dirs=ffi_headers(),
             # No contraction: vectors and their scalar remainders round alike, and fused products are asked for by name.
-            extra_compile_args=["-std=c++17", "-O3", "-g0", "-ffp-contract=off", "-w", "-pthread"],
+            # Nobody looks at exception flags, and only without them do loops with comparisons become vectors.
+            extra_compile_args="-std=c++17 -O3 -g0 -ffp-contract=off -fno-trapping-math -w -pthread".split(),
             extra_link_args=["-pthread"],
             language="c++",
             optional=True,

@@ -4,19 +4,19 @@ from functools import partial
 
 import jax
 
-from pallas_kernels import chosen_kernels
-from pallas_kernels.expert_ffn import native
+from pallas_kernels import dispatch, native
+from pallas_kernels.expert_ffn.native import native_expert_ffn
 from pallas_kernels.expert_ffn.reference import ACTIVATIONS, paged_expert_ffn
 from pallas_kernels.pages import Geometry
 
-IMPLEMENTATIONS = {"xla": paged_expert_ffn, "native": native.native_expert_ffn}
+IMPLEMENTATIONS = {"xla": paged_expert_ffn, "native": native_expert_ffn}
 # Of those that may be unusable: why this one is here, empty if it is not.
 PROBLEMS = {"native": native.problem}
 
 
 def problems() -> dict[str, str]:
     """Every implementation, and why it cannot be used here: empty if it can."""
-    return {name: PROBLEMS[name]() if name in PROBLEMS else "" for name in IMPLEMENTATIONS}
+    return dispatch.problems(IMPLEMENTATIONS, PROBLEMS)
 
 
 def expert_ffn(
@@ -43,12 +43,7 @@ def expert_ffn(
     :func:`pallas_kernels.chosen_kernels`. Raises ValueError for an implementation that is unknown or unavailable and
     for an unknown ``activation``.
     """
-    name = implementation or chosen_kernels()
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(f"unknown expert_ffn implementation {name!r}; choose from {', '.join(IMPLEMENTATIONS)}")
-    if name in PROBLEMS and (problem := PROBLEMS[name]()):
-        others = "; ".join(f"{other}: {why or 'available'}" for other, why in problems().items() if other != name)
-        raise ValueError(f"expert_ffn implementation {name!r} is unavailable ({problem}); {others}")
+    name = dispatch.choose("expert_ffn", implementation, IMPLEMENTATIONS, PROBLEMS)
     if activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}; choose from {', '.join(ACTIVATIONS)}")
     return _expert_ffn(geometry, name, activation, moments, x, experts_of, gates, valid, arena, bits, pages)

@@ -11,13 +11,6 @@ from pallas_kernels.pages import Geometry
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 
 
-def problem() -> str:
-    """Why this backend cannot be used here; empty if it can."""
-    if jax.default_backend() != "cpu":
-        return f"runs on CPUs, JAX's default backend is {jax.default_backend()}"
-    return native.load()[1]
-
-
 def native_expert_ffn(
     x: jax.Array,
     experts_of: jax.Array,

@@ -14,7 +14,7 @@ import jax
 
 LIBRARY = Path(__file__).parent / "libpwjax.so"
 # Handlers of XLA's foreign function interface, by the names that programs call them by.
-TARGETS = ("pwjax_expert_ffn",)
+TARGETS = ("pwjax_expert_ffn", "pwjax_paged_attention")
 
 
 @cache
@@ -24,16 +24,23 @@ def load() -> tuple[ctypes.CDLL | None, str]:
         return None, "not built: no C++ compiler was found when the package was installed"
     try:
         library = ctypes.CDLL(str(LIBRARY))
-    except OSError as error:
+        library.pwjax_instruction_set.restype = ctypes.c_char_p
+        for scratch, sizes in ((library.pwjax_expert_ffn_scratch, 4), (library.pwjax_paged_attention_scratch, 5)):
+            scratch.restype, scratch.argtypes = ctypes.c_int64, [ctypes.c_int64] * sizes
+    except (OSError, AttributeError) as error:  # an attribute is missing in a library built from older sources
         return None, f"built, but cannot be loaded: {error}"
-    library.pwjax_instruction_set.restype = ctypes.c_char_p
-    library.pwjax_expert_ffn_scratch.restype = ctypes.c_int64
-    library.pwjax_expert_ffn_scratch.argtypes = [ctypes.c_int64] * 4
     if not library.pwjax_instruction_set():
         return None, "PWJAX_NATIVE_ISA names an instruction set that this processor does not have"
     for target in TARGETS:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
     return library, ""
+
+
+def problem() -> str:
+    """Why these kernels cannot be used here; empty if they can."""
+    if jax.default_backend() != "cpu":
+        return f"runs on CPUs, JAX's default backend is {jax.default_backend()}"
+    return load()[1]
 
 
 def instruction_set() -> str:

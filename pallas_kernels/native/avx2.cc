@@ -1,4 +1,4 @@
-// expert_ffn for AVX2, FMA and F16C: tables are looked up by pshufb, 32 weights at a time.
+// The kernels for AVX2, FMA and F16C: tables are looked up by pshufb, 32 weights at a time.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "attention.h"
 #include "call.h"
 #include "team.h"
 
@@ -27,6 +28,7 @@ struct Isa {
   static constexpr int kLanes = 8, kTile = 3, kChunk = 32 * kLanes;
 
   static V zero() { return _mm256_setzero_ps(); }
+  static V spread(float x) { return _mm256_set1_ps(x); }
   static V load(const float* from) { return _mm256_loadu_ps(from); }
   static void store(float* to, V v) { _mm256_storeu_ps(to, v); }
   static V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
@@ -135,7 +137,8 @@ struct Isa {
 }  // namespace pwjax
 
 #define PWJAX_TILE 3
-#define PWJAX_ENTRY expert_ffn_avx2
+#define PWJAX_NAME(op) op##_avx2
 #include "kernel.h"
+#include "attention_kernel.h"
 #pragma GCC pop_options
 #endif

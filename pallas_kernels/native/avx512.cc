@@ -1,4 +1,4 @@
-// expert_ffn for AVX-512 with VBMI: one vpermb looks up 64 entries, 64 weights at a time.
+// The kernels for AVX-512 with VBMI: one vpermb looks up 64 entries, 64 weights at a time.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "attention.h"
 #include "call.h"
 #include "team.h"
 
@@ -27,6 +28,7 @@ struct Isa {
   static constexpr int kLanes = 16, kTile = 6, kChunk = 32 * kLanes;
 
   static V zero() { return _mm512_setzero_ps(); }
+  static V spread(float x) { return _mm512_set1_ps(x); }
   static V load(const float* from) { return _mm512_loadu_ps(from); }
   static void store(float* to, V v) { _mm512_storeu_ps(to, v); }
   static V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
@@ -129,7 +131,8 @@ struct Isa {
 }  // namespace pwjax
 
 #define PWJAX_TILE 6
-#define PWJAX_ENTRY expert_ffn_avx512
+#define PWJAX_NAME(op) op##_avx512
 #include "kernel.h"
+#include "attention_kernel.h"
 #pragma GCC pop_options
 #endif

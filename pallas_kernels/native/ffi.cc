@@ -1,22 +1,17 @@
-// The door between XLA and the kernels: takes buffers and attributes apart, checks everything that an address is made
-// of, and picks the instruction set once.
-#include <algorithm>
+// The door between XLA and expert_ffn: takes buffers and attributes apart, checks everything that an address is made
+// of. The choice of the instruction set.
 #include <cstdlib>
 #include <cstring>
-#include <initializer_list>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "door.h"
 #include "instruction_sets.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace pwjax {
 
-// The best that this processor has, or the one that PWJAX_NATIVE_ISA names; null if that one does not work here.
 const InstructionSet* instruction_set() {
   static const InstructionSet* chosen = [] {
     const char* wanted = std::getenv("PWJAX_NATIVE_ISA");
@@ -27,11 +22,6 @@ const InstructionSet* instruction_set() {
   }();
   return chosen;
 }
-
-template <ffi::DataType T, size_t N>
-using In = ffi::Buffer<T, N>;
-template <ffi::DataType T, size_t N>
-using Out = ffi::Result<ffi::Buffer<T, N>>;
 
 ffi::Error expert_ffn(ffi::ThreadPool pool, In<ffi::F32, 2> x, In<ffi::S32, 2> experts_of, In<ffi::F32, 2> gates,
                       In<ffi::PRED, 1> valid, In<ffi::U32, 2> arena, In<ffi::S32, 2> bits, In<ffi::S32, 3> pages,
@@ -54,17 +44,13 @@ ffi::Error expert_ffn(ffi::ThreadPool pool, In<ffi::F32, 2> x, In<ffi::S32, 2> e
   if (activation != 0 && activation != 1) return refuse("unknown activation");
   call.activation = static_cast<Activation>(activation);
   const int64_t num_pages = dims(arena)[0];
-  auto is = [&](const auto& buffer, std::initializer_list<int64_t> shape) {
-    auto have = dims(buffer);
-    return std::equal(have.begin(), have.end(), shape.begin(), shape.end());
-  };
   const int64_t kept = dims(*outer)[0];
-  bool fits = is(experts_of, {call.tokens, call.top_k}) && is(gates, {call.tokens, call.top_k}) &&
-              is(valid, {call.tokens}) && is(bits, {call.experts, 2}) && is(pages, {call.experts, 2, geometry.slots}) &&
-              is(*y, {call.tokens, call.hidden}) && is(*stats, {call.tokens, call.top_k, 2}) &&
-              (kept == 0 || kept == call.experts) && is(*outer, {kept, call.hidden}) &&
-              is(*inner, {kept, call.inner}) && gate_up[0] == 2 * call.inner && gate_up[1] == call.hidden &&
-              down[0] == call.hidden;
+  bool fits = has_shape(experts_of, {call.tokens, call.top_k}) && has_shape(gates, {call.tokens, call.top_k}) &&
+              has_shape(valid, {call.tokens}) && has_shape(bits, {call.experts, 2}) &&
+              has_shape(pages, {call.experts, 2, geometry.slots}) && has_shape(*y, {call.tokens, call.hidden}) &&
+              has_shape(*stats, {call.tokens, call.top_k, 2}) && (kept == 0 || kept == call.experts) &&
+              has_shape(*outer, {kept, call.hidden}) && has_shape(*inner, {kept, call.inner}) &&
+              gate_up[0] == 2 * call.inner && gate_up[1] == call.hidden && down[0] == call.hidden;
   if (!fits) return refuse("the shapes of arguments, results and blocks disagree");
   call.scratch = scratch->typed_data();
   Scratch parts(nullptr, call.tokens, call.top_k, call.hidden, call.inner);
@@ -108,7 +94,7 @@ ffi::Error expert_ffn(ffi::ThreadPool pool, In<ffi::F32, 2> x, In<ffi::S32, 2> e
   if (!set) return refuse("PWJAX_NATIVE_ISA names an instruction set that this processor does not have");
   auto team = std::make_shared<Team>();
   std::shared_ptr<void> work = set->expert_ffn(call, groups, team.get());
-  Team::run(team, pool.num_threads() - 1, [&](auto task) { pool.Schedule(std::move(task)); });
+  run(team, pool);
   return ffi::Error::Success();
 }
 

@@ -1,25 +1,34 @@
-// What expert_ffn is compiled for, and which of it this processor has.
+// What the kernels are compiled for, and which of it this processor has.
 #pragma once
 
 #include <memory>
 #include <vector>
 
+#include "attention.h"
 #include "call.h"
 #include "team.h"
 
 namespace pwjax {
 
-using Fill = std::shared_ptr<void> (*)(const Call&, const std::vector<Group>&, Team*);
-std::shared_ptr<void> expert_ffn_portable(const Call&, const std::vector<Group>&, Team*);
+// Fill a team with the work of a call; what they return must live until the team is done.
+using ExpertFFN = std::shared_ptr<void> (*)(const Call&, const std::vector<Group>&, Team*);
+using PagedAttention = std::shared_ptr<void> (*)(const Attention&, Team*);
+
+#define PWJAX_DECLARE(set)                                                                       \
+  std::shared_ptr<void> expert_ffn_##set(const Call&, const std::vector<Group>&, Team*);         \
+  std::shared_ptr<void> paged_attention_##set(const Attention&, Team*);
+PWJAX_DECLARE(portable)
 #if defined(__x86_64__)
-std::shared_ptr<void> expert_ffn_avx2(const Call&, const std::vector<Group>&, Team*);
-std::shared_ptr<void> expert_ffn_avx512(const Call&, const std::vector<Group>&, Team*);
+PWJAX_DECLARE(avx2)
+PWJAX_DECLARE(avx512)
 #endif
+#undef PWJAX_DECLARE
 
 struct InstructionSet {
   const char* name;
   bool available;
-  Fill expert_ffn;
+  ExpertFFN expert_ffn;
+  PagedAttention paged_attention;
 };
 
 // Best first; the last one always works.
@@ -34,12 +43,15 @@ inline const std::vector<InstructionSet>& instruction_sets() {
 #endif
   static const std::vector<InstructionSet> sets = {
 #if defined(__x86_64__)
-      {"avx512", avx512, expert_ffn_avx512},
-      {"avx2", avx2, expert_ffn_avx2},
+      {"avx512", avx512, expert_ffn_avx512, paged_attention_avx512},
+      {"avx2", avx2, expert_ffn_avx2, paged_attention_avx2},
 #endif
-      {"portable", true, expert_ffn_portable},
+      {"portable", true, expert_ffn_portable, paged_attention_portable},
   };
   return sets;
 }
+
+// The best that this processor has, or the one that PWJAX_NATIVE_ISA names; null if that one does not work here.
+const InstructionSet* instruction_set();
 
 }  // namespace pwjax

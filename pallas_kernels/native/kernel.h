@@ -8,50 +8,15 @@
 // Every sum over columns has one order, chunk by chunk and group by group in one accumulator, whatever path it is
 // computed on and whatever else is computed beside it. A result so depends on its own row and token alone.
 
+#include "exponential.h"
+#include "multiply.h"
+
 namespace pwjax {
 namespace {
 
-constexpr int kRows = 4;          // output rows of a register tile
 constexpr int64_t kStreamed = 8;  // up to so many tokens, decoded weights stay in registers or the first cache
 constexpr int64_t kStreamBand = 32;
 constexpr int64_t kBandFloats = 48 * 1024;
-
-using V = Isa::V;
-
-// acc[t][i] += w row i times token t, over `vectors` vectors.
-template <int T>
-inline void multiply(const float* w, int64_t stride, const float* const* x, int64_t at, int vectors, V* acc) {
-  V sum[T][kRows];
-  for (int t = 0; t < T; ++t) {
-    for (int i = 0; i < kRows; ++i) sum[t][i] = acc[t * kRows + i];
-  }
-  for (int v = 0; v < vectors; ++v) {
-    V in[T];
-    for (int t = 0; t < T; ++t) in[t] = Isa::load(x[t] + at + v * Isa::kLanes);
-    for (int i = 0; i < kRows; ++i) {
-      V row = Isa::load(w + i * stride + v * Isa::kLanes);
-      for (int t = 0; t < T; ++t) sum[t][i] = Isa::fma(row, in[t], sum[t][i]);
-    }
-  }
-  for (int t = 0; t < T; ++t) {
-    for (int i = 0; i < kRows; ++i) acc[t * kRows + i] = sum[t][i];
-  }
-}
-
-inline void multiply(int tokens, const float* w, int64_t stride, const float* const* x, int64_t at, int vectors,
-                     V* acc) {
-  static_assert(Isa::kTile <= 6, "add the missing cases");
-  switch (tokens) {
-    case 1: return multiply<1>(w, stride, x, at, vectors, acc);
-    case 2: return multiply<2>(w, stride, x, at, vectors, acc);
-    case 3: return multiply<3>(w, stride, x, at, vectors, acc);
-#if PWJAX_TILE > 3
-    case 4: return multiply<4>(w, stride, x, at, vectors, acc);
-    case 5: return multiply<5>(w, stride, x, at, vectors, acc);
-    case 6: return multiply<6>(w, stride, x, at, vectors, acc);
-#endif
-  }
-}
 
 // Four rows of a block at a compile-time width, 16 for bfloat16 rows.
 template <int B>
@@ -281,25 +246,6 @@ inline float square_norm(const float* in, int64_t count) {
   return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
 
-// exp by a power of two and a polynomial of degree 6 on [-ln2/2, ln2/2]: within two units in the last place.
-inline float exponential(float x) {
-  x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
-  float shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer in the low bits
-  float n = shifted - 12582912.0f;
-  float f = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 1.9875691500e-4f;
-  p = p * f + 1.3981999507e-3f;
-  p = p * f + 8.3334519073e-3f;
-  p = p * f + 4.1665795894e-2f;
-  p = p * f + 1.6666665459e-1f;
-  p = p * f + 5.0000001201e-1f;
-  p = p * f * f + f + 1.0f;
-  int32_t power = (static_cast<int32_t>(n) + 127) << 23;
-  float two;
-  __builtin_memcpy(&two, &power, 4);
-  return p * two;
-}
-
 // gate * sigmoid(s) * up into `gate`: silu with s = gate; the tanh form of gelu is g * sigmoid(2u).
 inline void activate(Activation activation, float* gate, const float* up, int64_t count) {
   if (activation == Activation::kSilu) {
@@ -431,7 +377,7 @@ struct Run {
 }  // namespace
 
 // Fills in `team` with the work of a call. The returned object must live until the team is done.
-std::shared_ptr<void> PWJAX_ENTRY(const Call& call, const std::vector<Group>& groups, Team* team) {
+std::shared_ptr<void> PWJAX_NAME(expert_ffn)(const Call& call, const std::vector<Group>& groups, Team* team) {
   auto run = std::make_shared<Run>(call, groups);
   Run* r = run.get();
   auto phase = [team, r](int64_t items, void (Run::*what)(int64_t)) {

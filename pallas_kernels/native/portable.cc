@@ -1,10 +1,11 @@
-// expert_ffn in plain C++: any processor, any compiler with GCC's vector types.
+// The kernels in plain C++: any processor, any compiler with GCC's vector types.
 #include <cstdint>
 #include <cstring>
 #include <memory>
 #include <utility>
 #include <vector>
 
+#include "attention.h"
 #include "call.h"
 #include "half.h"
 #include "team.h"
@@ -20,6 +21,7 @@ struct Isa {
   };
 
   static V zero() { return V{}; }
+  static V spread(float x) { return V{x, x, x, x}; }
   static V load(const float* from) {
     V v;
     __builtin_memcpy(&v, from, sizeof v);
@@ -76,5 +78,6 @@ struct Isa {
 }  // namespace pwjax
 
 #define PWJAX_TILE 3
-#define PWJAX_ENTRY expert_ffn_portable
+#define PWJAX_NAME(op) op##_portable
 #include "kernel.h"
+#include "attention_kernel.h"

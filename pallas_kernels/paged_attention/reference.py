@@ -65,7 +65,7 @@ def unpack_rows(words: jax.Array, heads: int, dtype) -> jax.Array:
     return flat.reshape(*words.shape[:-1], heads, -1)
 
 
-def paged_attention(
+def reference_paged_attention(
     q: jax.Array,
     fresh_k: jax.Array,
     fresh_v: jax.Array,
@@ -74,12 +74,7 @@ def paged_attention(
     layer: jax.Array,
     window: int | None = None,
 ) -> jax.Array:
-    """Causal attention of T queries a slot over its past pages and the fresh tokens of this dispatch.
-
-    ``q`` float32[B, T, heads, D], already scaled; query ``t`` sees fresh tokens ``0..fresh_start+t``.
-    ``fresh_k``, ``fresh_v`` [B, F, kv_heads, D] in the cache dtype; ``past`` None means no past at all.
-    ``window``: a query sees that many tokens at most, itself included. Returns float32[B, T, heads * D].
-    """
+    """Attention as :func:`pallas_kernels.paged_attention.paged_attention`, in XLA; differentiable without a past."""
     if past is None and (q.shape[0] > 1 or q.shape[1] > BLOCK_QUERIES):
         return _by_blocks(q, fresh_k, fresh_v, fresh_start, window)
     batch, length, heads, dim = q.shape
@@ -98,7 +93,7 @@ def paged_attention(
 
 
 def _by_blocks(q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array, window: int | None) -> jax.Array:
-    """:func:`paged_attention` without a past, one sequence and one block of queries at a time.
+    """:func:`reference_paged_attention` without a past, one sequence and one block of queries at a time.
 
     Scores then stay in cache and never take queries x keys of memory; backward recomputes them.
     """
@@ -111,7 +106,8 @@ def _by_blocks(q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array, windo
         padded = jnp.pad(queries, ((0, blocks * rows - length), (0, 0), (0, 0)))
 
         def block(item):
-            return paged_attention(item[0][None], keys[None], values[None], item[1], None, jnp.int32(0), window)[0]
+            rows = item[0][None], keys[None], values[None]
+            return reference_paged_attention(*rows, item[1], None, jnp.int32(0), window)[0]
 
         items = padded.reshape(blocks, rows, *queries.shape[1:]), start + rows * jnp.arange(blocks)
         return lax.map(jax.checkpoint(block), items).reshape(blocks * rows, -1)[:length]

@@ -44,15 +44,16 @@ def examine() -> dict[str, Any]:
 
 def kernels(platforms: set[str]) -> dict[str, str]:
     """``"op/implementation"`` and ``"available"``, or the reason why it is not."""
-    from pallas_kernels import native
-    from pallas_kernels.expert_ffn import IMPLEMENTATIONS, problems
+    from pallas_kernels import expert_ffn, native, paged_attention
 
-    if not platforms:
-        return {f"expert_ffn/{name}": "unavailable: JAX has no device" for name in IMPLEMENTATIONS}
-    state = {name: f"unavailable: {why}" if why else "available" for name, why in problems().items()}
-    if state["native"] == "available":
-        state["native"] += f", {native.instruction_set()} instructions"
-    return {f"expert_ffn/{name}": what for name, what in state.items()}
+    found = {}
+    for name, op in (("expert_ffn", expert_ffn), ("paged_attention", paged_attention)):
+        problems = op.problems() if platforms else dict.fromkeys(op.IMPLEMENTATIONS, "JAX has no device")
+        state = {which: f"unavailable: {why}" if why else "available" for which, why in problems.items()}
+        if state["native"] == "available":
+            state["native"] += f", {native.instruction_set()} instructions"
+        found |= {f"{name}/{which}": what for which, what in state.items()}
+    return found
 
 
 def _directory(path: Path) -> dict[str, Any]:

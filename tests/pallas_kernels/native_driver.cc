@@ -1,5 +1,5 @@
-// Runs the C++ kernels without Python or XLA: a random layer whose buffers end exactly where they must, every width,
-// several sizes of groups, against plain loops. For sanitizers: tests/pallas_kernels/test_native_driver.py.
+// Runs the C++ kernels without Python or XLA, against plain loops, on buffers that end exactly where they must: experts
+// of every width in groups of several sizes, attention over scattered pages and rings. For sanitizers: tests/pallas_kernels/test_native_driver.py.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -25,6 +25,14 @@ std::unique_ptr<T[]> buffer(int64_t count, T value = {}) {
   std::unique_ptr<T[]> made(new T[count]);
   std::fill(made.get(), made.get() + count, value);
   return made;
+}
+
+constexpr int kThreads = 3;
+
+void work_together(std::shared_ptr<Team> team) {
+  std::vector<std::thread> others;
+  Team::run(team, kThreads - 1, [&](auto task) { others.emplace_back(std::move(task)); });
+  for (std::thread& other : others) other.join();
 }
 
 struct Layer {
@@ -112,12 +120,10 @@ struct Job {
             valid.get(), y.get(), stats.get(), {outer.get(), inner.get()}, scratch.get()};
   }
 
-  void run(Fill fill, int threads) {
+  void run(ExpertFFN fill) {
     auto team = std::make_shared<Team>();
     std::shared_ptr<void> work = fill(call, groups, team.get());
-    std::vector<std::thread> others;
-    Team::run(team, threads - 1, [&](auto task) { others.emplace_back(std::move(task)); });
-    for (std::thread& other : others) other.join();
+    work_together(team);
   }
 
   // Largest difference of y from plain loops, over the largest value.
@@ -151,6 +157,146 @@ struct Job {
   }
 };
 
+// Attention of random queries over a past of `length` tokens in slot 0 and none in slot 1.
+struct Sequences {
+  std::unique_ptr<float[]> q, out, scratch;
+  std::unique_ptr<char[]> fresh[2];
+  std::unique_ptr<uint32_t[]> arena;
+  std::unique_ptr<int32_t[]> table, length;
+  Attention call{};
+
+  Sequences(int64_t queries, int64_t heads, int64_t kv_heads, int64_t dim, int64_t past, int64_t window, int64_t bytes) {
+    call.slots = 2;
+    call.queries = queries;
+    call.fresh = queries + 2;
+    call.start = 2;
+    call.heads = heads;
+    call.kv_heads = kv_heads;
+    call.dim = dim;
+    call.layers = 2;
+    call.layer = 1;
+    call.element_bytes = bytes;
+    call.window = window;
+    // The last row of the arena ends with it.
+    call.page_words = 5 * call.row_words();
+    call.columns = window ? ceil_div(window - 1, 5) + 1 : ceil_div(past, 5) + 1;
+    call.num_pages = 8 * call.columns;
+    const int64_t words = call.num_pages * call.page_words, rows = call.slots * call.fresh * call.row_words() * 4;
+    arena = buffer<uint32_t>(words);
+    // Halves of words are small numbers, and so are words.
+    for (int64_t i = 0; i < words; ++i) arena[i] = random_bits() & 0x3fff3fffu;
+    table = buffer<int32_t>(call.num_pages);
+    for (int64_t i = 0; i < call.num_pages; ++i) table[i] = call.num_pages - 1 - i;
+    length = buffer<int32_t>(2);
+    length[0] = past;
+    for (int which = 0; which < 2; ++which) {
+      fresh[which] = buffer<char>(rows);
+      for (int64_t i = 0; i < rows; i += 2) {
+        uint16_t half = random_bits() & 0x3fff;
+        std::memcpy(fresh[which].get() + i, &half, 2);
+      }
+      call.fresh_kv[which] = fresh[which].get();
+    }
+    const int64_t numbers = call.slots * queries * heads * dim;
+    q = buffer<float>(numbers);
+    out = buffer<float>(numbers, NAN);
+    std::normal_distribution<float> normal(0.0f, 1.0f);
+    for (int64_t i = 0; i < numbers; ++i) q[i] = normal(random_bits);
+    call.q = q.get();
+    call.out = out.get();
+    call.arena = arena.get();
+    call.table = table.get();
+    call.length = length.get();
+    call.threads = kThreads;
+    call.seats = std::min<int64_t>(kThreads, call.items());
+    const int64_t floats = call.seats * Room(nullptr, call).floats;
+    scratch = buffer<float>(floats, NAN);
+    call.scratch = scratch.get();
+  }
+
+  bool refused(int64_t at, int32_t page) {
+    std::swap(table[at], page);
+    bool refused = !attention_problem(call).empty();
+    std::swap(table[at], page);
+    return refused;
+  }
+
+  // Every page that is read is checked: a wrong id anywhere in use is refused.
+  bool guarded() {
+    if (!attention_problem(call).empty()) return false;
+    if (!length[0]) return true;
+    const int64_t newest = (length[0] - 1) / 5 % call.columns, own = 2 * call.columns;
+    return refused(own + newest, -1) && refused(own + call.columns + newest, static_cast<int32_t>(call.num_pages));
+  }
+
+  void run(PagedAttention fill) {
+    auto team = std::make_shared<Team>();
+    std::shared_ptr<void> work = fill(call, team.get());
+    work_together(team);
+  }
+
+  double number(int which, int64_t slot, int64_t position, int64_t column) const {
+    const char* row = fresh[which].get() + (slot * call.fresh + position - length[slot]) * call.row_words() * 4;
+    if (position < length[slot]) {
+      int64_t page = table[((slot * 2 + 1) * 2 + which) * call.columns + position / 5 % call.columns];
+      row = reinterpret_cast<const char*>(arena.get() + page * call.page_words + position % 5 * call.row_words());
+    }
+    uint32_t bits = 0;
+    std::memcpy(reinterpret_cast<char*>(&bits) + 4 - call.element_bytes, row + column * call.element_bytes,
+                call.element_bytes);
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+  }
+
+  // Largest difference from plain loops, over the largest value.
+  double error() const {
+    double worst = 0, largest = 1e-30;
+    for (int64_t row = 0; row < call.slots * call.queries * call.heads; ++row) {
+      const int64_t slot = row / call.heads / call.queries, last = length[slot] + 2 + row / call.heads % call.queries;
+      const int64_t column = row % call.heads / (call.heads / call.kv_heads) * call.dim;
+      std::vector<double> sum(call.dim), weights;
+      double total = 0;
+      for (int64_t p = call.window ? std::max<int64_t>(0, last + 1 - call.window) : 0; p <= last; ++p) {
+        double score = 0;
+        for (int64_t i = 0; i < call.dim; ++i) score += q[row * call.dim + i] * number(0, slot, p, column + i);
+        total += std::exp(score);
+        for (int64_t i = 0; i < call.dim; ++i) sum[i] += std::exp(score) * number(1, slot, p, column + i);
+      }
+      for (int64_t i = 0; i < call.dim; ++i) {
+        const double difference = std::fabs(out[row * call.dim + i] - sum[i] / total);
+        if (!(difference <= worst)) worst = difference;
+        largest = std::max(largest, std::fabs(sum[i] / total));
+      }
+    }
+    return worst / largest;
+  }
+};
+
+int check_attention(const InstructionSet& set) {
+  const int64_t heads[][3] = {{4, 2, 8}, {3, 3, 18}, {12, 2, 40}, {2, 1, 130}};
+  int failures = 0;
+  for (const auto& [count, kv_heads, dim] : heads) {
+    for (int64_t queries : {1, 3, 40}) {
+      for (int64_t past : {0, 1, 63, 70}) {
+        for (int64_t window : {0, 1, 9, 50}) {
+          for (int64_t bytes : {2, 4}) {
+            Sequences job(queries, count, kv_heads, dim, past, window, bytes);
+            if (job.guarded()) job.run(set.paged_attention);
+            if (double error = job.error(); !(error < 1e-5)) {
+              std::printf("%s, %d queries, %d heads of %d, past %d, window %d, %d bytes: error %g\n", set.name,
+                          static_cast<int>(queries), static_cast<int>(count), static_cast<int>(dim),
+                          static_cast<int>(past), static_cast<int>(window), static_cast<int>(bytes), error);
+              ++failures;
+            }
+          }
+        }
+      }
+    }
+  }
+  return failures;
+}
+
 int check() {
   int failures = 0;
   for (const InstructionSet& set : instruction_sets()) {
@@ -160,7 +306,7 @@ int check() {
         for (int64_t lut_rows : {1, 3}) {
           Layer layer(hidden, 39, hidden % lut_rows ? 1 : lut_rows, 4);
           Job job(layer, tokens, 2);
-          job.run(set.expert_ffn, 3);
+          job.run(set.expert_ffn);
           double error = job.error();
           if (!(error < 1e-5)) {
             std::printf("%s, %d tokens, hidden %d: error %g\n", set.name, static_cast<int>(tokens),
@@ -170,6 +316,7 @@ int check() {
         }
       }
     }
+    failures += check_attention(set);
     std::printf("%s checked\n", set.name);
   }
   return failures != 0;

@@ -182,7 +182,7 @@ def test_doctor_and_version(capsys, monkeypatch, tmp_path):
     code, out, _ = run(capsys, "doctor", "--json")
     report = json.loads(out)
     assert code == 0 and report["devices"][0]["platform"] and report["versions"]["jax"]
-    assert report["kernels"]["expert_ffn/xla"] == "available"
+    assert report["kernels"]["expert_ffn/xla"] == report["kernels"]["paged_attention/xla"] == "available"
     state = report["kernels"]["expert_ffn/native"]
     assert state.startswith("unavailable: ") or state in {
         f"available, {name} instructions" for name in ("avx512", "avx2", "portable")

@@ -1,0 +1,48 @@
+// The register tile of every product: a few rows of one matrix with a few of another. Included after `Isa` is defined,
+// see kernel.h.
+#pragma once
+
+namespace pwjax {
+namespace {
+
+constexpr int kRows = 4;  // rows of a register tile
+
+using V = Isa::V;
+
+// acc[t][i] += w row i times token t, over `vectors` vectors.
+template <int T>
+inline void multiply(const float* w, int64_t stride, const float* const* x, int64_t at, int vectors, V* acc) {
+  V sum[T][kRows];
+  for (int t = 0; t < T; ++t) {
+    for (int i = 0; i < kRows; ++i) sum[t][i] = acc[t * kRows + i];
+  }
+  for (int v = 0; v < vectors; ++v) {
+    V in[T];
+    for (int t = 0; t < T; ++t) in[t] = Isa::load(x[t] + at + v * Isa::kLanes);
+    for (int i = 0; i < kRows; ++i) {
+      V row = Isa::load(w + i * stride + v * Isa::kLanes);
+      for (int t = 0; t < T; ++t) sum[t][i] = Isa::fma(row, in[t], sum[t][i]);
+    }
+  }
+  for (int t = 0; t < T; ++t) {
+    for (int i = 0; i < kRows; ++i) acc[t * kRows + i] = sum[t][i];
+  }
+}
+
+inline void multiply(int tokens, const float* w, int64_t stride, const float* const* x, int64_t at, int vectors,
+                     V* acc) {
+  static_assert(Isa::kTile <= 6, "add the missing cases");
+  switch (tokens) {
+    case 1: return multiply<1>(w, stride, x, at, vectors, acc);
+    case 2: return multiply<2>(w, stride, x, at, vectors, acc);
+    case 3: return multiply<3>(w, stride, x, at, vectors, acc);
+#if PWJAX_TILE > 3
+    case 4: return multiply<4>(w, stride, x, at, vectors, acc);
+    case 5: return multiply<5>(w, stride, x, at, vectors, acc);
+    case 6: return multiply<6>(w, stride, x, at, vectors, acc);
+#endif
+  }
+}
+
+}  // namespace
+}  // namespace pwjax
