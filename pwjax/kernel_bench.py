@@ -12,10 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.expert_ffn import expert_ffn
-from pallas_kernels.pages import BlockShape, Geometry, choose_page_words
+from pallas_kernels.paged_attention import Past, paged_attention
+from pallas_kernels.pages import BlockShape, Geometry, ceil_div, choose_page_words
+from pwjax.config import ModelConfig
 
 # Weights in use by turns, so that none is found in a cache: many times the last level cache at any width.
 PAGED_EXPERTS, DENSE_EXPERTS = 24, 8
+# Layers of KV that take turns: together several times the last level cache, where slots and contexts are not tiny.
+LAYERS = 8
 WIDTHS = (2, 3, 4, 5, 6)
 
 
@@ -53,24 +57,54 @@ def bench_expert_ffn(
         cases = [*dense.cases(x), *(layer.case(x, b, name) for b in bits for name in backends)]
         report(f"{n} tokens: {len(cases)} forms compiled, measuring")
         median = _medians(cases, seconds * len(cases))
-        best = {
-            kind: min(ms for case, ms in zip(cases, median, strict=True) if case.bits == kind)
-            for kind in ("bf16", "f32")
-        }
-        for case, ms in zip(cases, median, strict=True):
-            rows.append({
-                "op": "expert_ffn",
-                "shape": f"{hidden}x{inner}",
-                "backend": case.name,
-                "bits": case.bits,
-                "tokens": n,
-                "median_ms": ms,
-                "speedup_vs_bf16": best["bf16"] / ms,
-                "speedup_vs_f32": best["f32"] / ms,
-                "bytes": case.bytes,
-                "fraction_of_bandwidth": case.bytes / (ms * 1e-3) / bandwidth,
-            })  # fmt: skip
+        rows += _rows("expert_ffn", f"{hidden}x{inner}", n, cases, median, bandwidth)
     return rows
+
+
+def bench_paged_attention(
+    config: ModelConfig,
+    slots: tuple[int, ...],
+    context: int,
+    backends: tuple[str, ...],
+    seconds: float = 2.0,
+    report: Callable[[str], None] = lambda _: None,
+) -> list[dict]:
+    """Rows of one layer's attention of a decode step, the first kind of ``config``: as many slots as each of ``slots``,
+    bfloat16 KV of ``context`` tokens in each.
+
+    Fields as in :func:`bench_expert_ffn`; ``tokens`` are the slots, ``bytes`` the past keys and values. The dense forms
+    are softmax attention on one array of all keys and one of all values.
+    """
+    bandwidth = read_bandwidth()
+    rows = []
+    for n in slots:
+        cases = _Cache(config, n, context).cases(backends)
+        report(f"attention of {n} sequences of {context} tokens: {len(cases)} forms compiled, measuring")
+        median = _medians(cases, seconds * len(cases))
+        rows += _rows("paged_attention", f"{config.num_heads}x{config.head_dim} on {config.num_kv_heads}, {context}",
+                      n, cases, median, bandwidth)  # fmt: skip
+    return rows
+
+
+def _rows(op: str, shape: str, tokens: int, cases: list[Case], median: list[float], bandwidth: float) -> list[dict]:
+    best = {
+        kind: min(ms for case, ms in zip(cases, median, strict=True) if case.bits == kind) for kind in ("bf16", "f32")
+    }
+    return [
+        {
+            "op": op,
+            "shape": shape,
+            "backend": case.name,
+            "bits": case.bits,
+            "tokens": tokens,
+            "median_ms": ms,
+            "speedup_vs_bf16": best["bf16"] / ms,
+            "speedup_vs_f32": best["f32"] / ms,
+            "bytes": case.bytes,
+            "fraction_of_bandwidth": case.bytes / (ms * 1e-3) / bandwidth,
+        }
+        for case, ms in zip(cases, median, strict=True)
+    ]
 
 
 def read_bandwidth(total_bytes: int = 512 << 20) -> float:
@@ -166,3 +200,57 @@ class _Dense:
                     call(given, *weights[turn % DENSE_EXPERTS]).block_until_ready()
 
                 yield Case(f"dense {name}", kind, sum(w.nbytes for w in rows[0]), run)
+
+
+class _Cache:
+    """KV pages of several layers, and the same numbers of keys and values in whole arrays."""
+
+    def __init__(self, config: ModelConfig, slots: int, context: int):
+        kind = config.attention_kinds[0]
+        hidden, inner, row_words = config.hidden_size, config.expert_size, kind.row_words(2)
+        blocks = BlockShape(2 * inner, hidden), BlockShape(hidden, inner)
+        page_words = choose_page_words(*blocks, WIDTHS, True, row_words)
+        shape = slots, LAYERS, 2, ceil_div(context, page_words // row_words)
+        rng = np.random.default_rng(0)
+        ids = rng.permutation(np.arange(1, 1 + int(np.prod(shape))))
+        # Any halves of these words are finite numbers.
+        arena = jnp.array(rng.integers(0, 2**32, (len(ids) + 1, page_words), np.uint32) & 0x3BFF3BFF)
+        length = jnp.full(slots, context, jnp.int32)
+        self.past = Past(arena, jnp.asarray(ids.reshape(shape), jnp.int32), length)
+        keys = jax.random.split(jax.random.key(0), 2 * LAYERS)
+        kv = slots, context, kind.kv_heads, kind.head_dim
+        pairs = keys.reshape(LAYERS, 2)
+        self.dense = [tuple(jax.random.normal(k, kv, jnp.bfloat16) for k in pair) for pair in pairs]
+        self.q = jax.random.normal(keys[0], (slots, 1, config.num_heads, kind.head_dim), jnp.float32)
+        self.q *= kind.head_dim**-0.5
+        self.fresh = tuple(a[:, :1] for a in self.dense[0])
+        self.bytes = self.dense[0][0].nbytes * 2
+
+    def cases(self, backends: tuple[str, ...]) -> list[Case]:
+        """Every form, another layer each turn."""
+        return [*self._dense(), *(self._paged(name) for name in backends)]
+
+    def _paged(self, backend: str) -> Case:
+        call = jax.jit(lambda *a: paged_attention(*a, implementation=backend))
+        layers = [jnp.int32(layer) for layer in range(LAYERS)]
+
+        def run(turn):
+            call(self.q, *self.fresh, 0, self.past, layers[turn % LAYERS]).block_until_ready()
+
+        return Case(backend, 16, self.bytes, run)
+
+    def _dense(self) -> Iterator[Case]:
+        def attend(q, k, v):
+            grouped = q.reshape(q.shape[0], k.shape[2], -1, q.shape[-1])
+            scores = jnp.einsum("bgrd,bfgd->bgrf", grouped, k, preferred_element_type=jnp.float32)
+            weights = jax.nn.softmax(scores).astype(v.dtype)
+            return jnp.einsum("bgrf,bfgd->bgrd", weights, v, preferred_element_type=jnp.float32)
+
+        for kind, dtype in (("bf16", jnp.bfloat16), ("f32", jnp.float32)):
+            rows = [tuple(a.astype(dtype) for a in pair) for pair in self.dense]
+            call, q = jax.jit(attend), self.q[:, 0].astype(dtype)
+
+            def run(turn, call=call, rows=rows, q=q):
+                call(q, *rows[turn % LAYERS]).block_until_ready()
+
+            yield Case("dense einsum", kind, sum(a.nbytes for a in rows[0]), run)

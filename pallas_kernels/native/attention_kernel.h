@@ -79,6 +79,8 @@ inline void weigh(float* scores, int64_t from, int64_t to, float* peak, float* t
     for (int64_t i = 0; i < width; ++i) acc[i] *= keep;
   }
   const float base = *peak;
+  std::fill(scores, scores + from, base);
+  std::fill(scores + to, scores + kTileKeys, base);
   for (int64_t i = 0; i < kTileKeys; ++i) scores[i] = exponential(scores[i] - base);
   std::fill(scores, scores + from, 0.0f);
   std::fill(scores + to, scores + kTileKeys, 0.0f);

@@ -19,7 +19,7 @@ inline float exponential(float x) {
   p = p * f + 1.6666665459e-1f;
   p = p * f + 5.0000001201e-1f;
   p = p * f * f + f + 1.0f;
-  int32_t power = (static_cast<int32_t>(n) + 127) << 23;
+  uint32_t power = static_cast<uint32_t>(static_cast<int32_t>(n) + 127) << 23;
   float two;
   __builtin_memcpy(&two, &power, 4);
   return p * two;

@@ -29,6 +29,16 @@ def test_rows(monkeypatch):
     assert by_bits["f32"] == 2 * by_bits["bf16"] == 2 * by_bits[16] == 4 * 3 * 64 * 32
 
 
+def test_attention_rows(monkeypatch, tiny_config):
+    monkeypatch.setattr(kernel_bench, "read_bandwidth", lambda: 1e10)
+    backends = tuple(name for name, problem in problems().items() if not problem)
+    rows = kernel_bench.bench_paged_attention(tiny_config, (2,), 40, backends, seconds=0.001)
+    assert all(set(row) == FIELDS and row["op"] == "paged_attention" and row["tokens"] == 2 for row in rows)
+    assert [(row["backend"], row["bits"]) for row in rows[2:]] == [(name, 16) for name in backends]
+    kv_bytes = 2 * 2 * 40 * tiny_config.num_kv_heads * tiny_config.head_dim * 2
+    assert [row["bytes"] for row in rows] == [kv_bytes, 2 * kv_bytes, *[kv_bytes] * len(backends)]
+
+
 def test_usage(capsys):
     assert main(["bench", "kernels", "--bits", "9"]) == 2
     assert "choose from 2, 3, 4, 5, 6, 16" in capsys.readouterr().err
@@ -40,7 +50,8 @@ def test_usage(capsys):
 def test_json(capsys, monkeypatch):
     row = dict.fromkeys(FIELDS, 1)
     monkeypatch.setattr(kernel_bench, "bench_expert_ffn", lambda *a, **k: [row])
+    monkeypatch.setattr(kernel_bench, "bench_paged_attention", lambda *a, **k: [row])
     assert main(["bench", "kernels", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["rows"] == [row]
+    assert json.loads(capsys.readouterr().out)["rows"] == [row, row]
     assert main(["bench", "kernels"]) == 0
     assert "median ms" in capsys.readouterr().out
