@@ -3,8 +3,8 @@
 Features come in one of two forms. ``paper`` has four numbers a block: the routing-weighted mean, the routing-weighted
 RMS and the maximum of its inputs' norms, and 1. ``moments`` has one number a block and transition: the logarithm of
 the damage that second moments of its inputs predict, over that of calibration text. Either has zeros for an expert
-that a prompt did not use. Features of several requests are averaged, weighted by their KV pages: the heads are linear,
-so that averages what they predict.
+that a prompt did not use. Features of several requests are averaged, weighted by their KV pages: the paper's heads are
+linear, so that averages what they predict. Moments of several requests are summed instead, and features are of the sum.
 """
 
 from dataclasses import dataclass

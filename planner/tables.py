@@ -143,9 +143,10 @@ class BlockTable:
     def routing_shift(self, usage: np.ndarray) -> np.ndarray:
         """How much more each block is used than calibration saw, float64[n]: 1 where nothing changed.
 
-        ``usage`` float[layers, experts] is on any scale a layer. Both shares get a little of an expert's fair share
-        added, so that the ratio of two rare experts stays small; a layer without routing yet counts as unchanged.
-        ValueError for usage of another shape, or not usage.
+        ``usage`` float[layers, experts] is on any scale a layer. What is used less than RARE of an expert's fair share
+        counts as that; where damage has calibration's routing inside, both shares get it added, so that the ratio of
+        two rare experts stays small. A layer without routing yet counts as unchanged. ValueError for usage of another
+        shape, or not usage.
         """
         usage = np.asarray(usage, float)
         if usage.shape != self.routing_mass.shape or not np.isfinite(usage).all() or (usage < 0).any():
@@ -154,7 +155,8 @@ class BlockTable:
             )
         before, rare = shares(self.usage), RARE / self.experts
         now = np.where(usage.sum(axis=1, keepdims=True) > 0, shares(usage), before)
-        return np.repeat(((now + rare) / (before + rare)).ravel(), 2)
+        floored = np.maximum if self.conditional else np.add
+        return np.repeat((floored(now, rare) / floored(before, rare)).ravel(), 2)
 
     def locate(self, block: int) -> tuple[int, int, int]:
         """``(layer, expert, matrix)`` of a block."""

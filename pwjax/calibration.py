@@ -43,15 +43,12 @@ from pwjax.progress import Progress, silent
 from pwjax.streamed import CodedExperts, StreamedDecoder
 
 # Part of what interrupted work is bound to: raise it when the same inputs would give other tables.
-ALGORITHM = "streamed/3"
+ALGORITHM = "streamed/4"
 
 # The damage form whose plans lose least on held-out text (`pwjax calibrate` prints all of them), and the bits of all
 # other blocks while a block's damage is measured.
 DEFAULT_FORM = "directional"
 POINTS = (6, 4)
-
-# The damage form whose deviation from the average the prompt residual predicts.
-RESIDUAL_FORM = "output"
 
 Pair = tuple[np.ndarray, np.ndarray]
 Paper = Callable[[int, int, Pair, Importance], np.ndarray]
@@ -213,8 +210,8 @@ class Calibration:
                 [routing.count[candidates == text].mean(0) / tokens.shape[1] for text in used]
             )
         ladder = (*widths, 16) if fallback else widths
-        # A single sequence's damage along the gradient is mostly noise of the gradient; that of `output` is not.
-        arrays, judged = residual(sequences[points[0]], texts, ladder, RESIDUAL_FORM, self.text.seed)
+        # Of the form that plans are made with: heads that explain another one are too sure of themselves.
+        arrays, judged = residual(sequences[points[0]], texts, ladder, DEFAULT_FORM, self.text.seed)
         tables |= arrays
         rare = damage.few_tokens(seen)
         names = [f"layer {at // 2 // config.num_experts} expert {at // 2 % config.num_experts} {MATRICES[at % 2]}"
@@ -233,7 +230,7 @@ class Calibration:
             "few_tokens": rare,
             "unrouted": [names[i] for i in np.flatnonzero(self.means.reshape(-1) == 0)],
             "floors": raised,
-            "residual": {"damage": RESIDUAL_FORM, "point": points[0], "form": judged["best"]},
+            "residual": {"damage": DEFAULT_FORM, "point": points[0], "form": judged["best"]},
             "warnings": _warnings(rare, seen),
         }
         return Calibrated(tables, summary, sequences, judged)

@@ -50,7 +50,7 @@ class RoutingRecord:
         self._reference = None if table.heads is None else table.heads.reference
         self._prompts: dict[int, Prompt] = {}
         # Shares and features of those whose prefill has not gone on since they were last asked for.
-        self._known: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
+        self._known: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     @property
     def shares(self) -> np.ndarray:
@@ -79,7 +79,8 @@ class RoutingRecord:
         """``(request_mass, residual)`` of the running requests, averaged by their KV pages (the paper's batch merge).
 
         Float64[L, E], and what ``ResidualHeads.factor`` takes or None where that was not asked for; None, None where no
-        running request has routed anything. Forgets the others.
+        running request has routed anything. Forgets the others. Moments are not averaged: those of all prompts are
+        taken together, since a prompt that does not use an expert says nothing of it.
         """
         orders = {sequence.order for sequence in running}
         self._prompts = {order: seen for order, seen in self._prompts.items() if order in orders}
@@ -88,20 +89,21 @@ class RoutingRecord:
         total = sum(weights.values())
         if not total:
             return None, None
-        found = [(pages / total, *self._seen(order)) for order, pages in weights.items()]
-        mass = np.sum([weight * shares for weight, shares, _ in found], axis=0)
-        known = [weight * own for weight, _, own in found if own is not None]
-        return mass, np.sum(known, axis=0) if len(known) == len(found) else None
+        merge = lambda which: sum(w / total * self._seen(order)[which] for order, w in weights.items())  # noqa: E731
+        if self._reference is None:
+            return merge(0), merge(1)
+        moments = [self._prompts[order].moments for order in weights]
+        if any(own is None for own in moments):
+            return merge(0), None
+        count = np.sum([self._prompts[order].count for order in weights], axis=0)
+        return merge(0), self._reference.features(np.sum(moments, axis=0), count)
 
-    def _seen(self, order: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Routing shares float64[L, E] of one prompt, and its features in the form of the heads."""
+    def _seen(self, order: int) -> tuple[np.ndarray, np.ndarray]:
+        """Routing shares float64[L, E] of one prompt, and the features float64[n, 4] of the paper's heads."""
         if order not in self._known:
-            seen, own = self._prompts[order], None
-            if self._reference is None:
-                own = features(seen.mass, seen.norms).reshape(-1, 4)
-            elif seen.moments is not None:
-                own = self._reference.features(seen.moments, seen.count)
-            self._known[order] = seen.mass / np.maximum(seen.mass.sum(axis=1, keepdims=True), 1e-30), own
+            seen = self._prompts[order]
+            shares = seen.mass / np.maximum(seen.mass.sum(axis=1, keepdims=True), 1e-30)
+            self._known[order] = shares, features(seen.mass, seen.norms).reshape(-1, 4)
         return self._known[order]
 
 

@@ -81,8 +81,8 @@ def test_moments_of_prompts_are_summed_over_chunks_and_merged(record):
     record.add(chunk(4, 4.0), two)
     _, residual = record.prompts([one, two], KV)
     assert residual.shape == (LAYERS * EXPERTS * 2, 1, 1) and not residual[:2].any()
-    # Every token makes two choices of the expert; sums over columns, a choice, over the mean.
-    want = [0.75 * np.log(k * 8 / 16 / 0.5) + 0.25 * np.log(k * 4 / 8 / 0.5) for k in (4, 2)]
+    # Every token makes two choices of the expert; sums over columns of all prompts together, a choice, over the mean.
+    want = [np.log(k * (8 + 4) / (16 + 8) / 0.5) for k in (4, 2)]
     np.testing.assert_allclose(residual[2:4, 0, 0], want)
     record.add(chunk(5, 2.0))
     assert np.array_equal(record.prompts([one, two], KV)[1], residual), "generated tokens change nothing"
