@@ -4,19 +4,19 @@ from functools import partial
 
 import jax
 
-from pallas_kernels import dispatch, native
-from pallas_kernels.expert_ffn import pallas_gpu
+from pallas_kernels import dispatch, gpu, native
 from pallas_kernels.expert_ffn.native import native_expert_ffn
+from pallas_kernels.expert_ffn.pallas_gpu import pallas_expert_ffn
 from pallas_kernels.expert_ffn.reference import ACTIVATIONS, paged_expert_ffn
 from pallas_kernels.pages import Geometry
 
 IMPLEMENTATIONS = {
     "xla": paged_expert_ffn,
     "native": native_expert_ffn,
-    "pallas": pallas_gpu.pallas_expert_ffn,
+    "pallas": pallas_expert_ffn,
 }
 # Of those that may be unusable: why this one is here, empty if it is not.
-PROBLEMS = {"native": native.problem, "pallas": pallas_gpu.problem}
+PROBLEMS = {"native": native.problem, "pallas": gpu.problem}
 
 
 def problems() -> dict[str, str]:

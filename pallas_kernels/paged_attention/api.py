@@ -2,13 +2,18 @@
 
 import jax
 
-from pallas_kernels import dispatch, native
+from pallas_kernels import dispatch, gpu, native
 from pallas_kernels.paged_attention.native import native_paged_attention
+from pallas_kernels.paged_attention.pallas_gpu import pallas_paged_attention
 from pallas_kernels.paged_attention.reference import Past, reference_paged_attention
 
-IMPLEMENTATIONS = {"xla": reference_paged_attention, "native": native_paged_attention}
+IMPLEMENTATIONS = {
+    "xla": reference_paged_attention,
+    "native": native_paged_attention,
+    "pallas": pallas_paged_attention,
+}
 # Of those that may be unusable: why this one is here, empty if it is not.
-PROBLEMS = {"native": native.problem}
+PROBLEMS = {"native": native.problem, "pallas": gpu.problem}
 
 
 def problems() -> dict[str, str]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import native
-from pallas_kernels.paged_attention.reference import Past, reference_paged_attention
+from pallas_kernels.paged_attention.reference import Past, attention_gradients
 
 
 def native_paged_attention(
@@ -51,15 +51,4 @@ def _forward(window, *read):
     return _attend(window, *read), read
 
 
-def _backward(window, read, cotangent):
-    """Cotangents of queries, keys and values, on the XLA path; it computes the forward again."""
-    q, fresh_k, fresh_v, start, past, layer = read
-
-    def forward(q, fresh_k, fresh_v):
-        return reference_paged_attention(q, fresh_k, fresh_v, start, past, layer, window)
-
-    _, pull = jax.vjp(forward, q, fresh_k, fresh_v)
-    return *pull(cotangent), None, None, None
-
-
-_attend.defvjp(_forward, _backward)
+_attend.defvjp(_forward, attention_gradients)

@@ -92,6 +92,17 @@ def reference_paged_attention(
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads * dim)
 
 
+def attention_gradients(window, read, cotangent):
+    """Cotangents of queries, keys and values, for backends without their own; computes the forward again."""
+    q, fresh_k, fresh_v, start, past, layer = read
+
+    def forward(q, fresh_k, fresh_v):
+        return reference_paged_attention(q, fresh_k, fresh_v, start, past, layer, window)
+
+    _, pull = jax.vjp(forward, q, fresh_k, fresh_v)
+    return *pull(cotangent), None, None, None
+
+
 def _by_blocks(q: jax.Array, k: jax.Array, v: jax.Array, start: jax.Array, window: int | None) -> jax.Array:
     """:func:`reference_paged_attention` without a past, one sequence and one block of queries at a time.
 
