@@ -52,8 +52,8 @@ def _attend(window, interpret, q, fresh_k, fresh_v, start, past, layer):
     # Sizes of what a matrix unit multiplies are powers of two, 16 at the least.
     width = max(16, 1 << (words - 1).bit_length())
     # Queries and sums of a block live in registers.
-    block = min(max(16, 8192 // (width * parts)), 64, max(16, 1 << (queries * shared - 1).bit_length()))
-    step = 64 if width < 128 else 32
+    block = min(max(16, 4096 // (width * parts)), 64, max(16, 1 << (queries * shared - 1).bit_length()))
+    step = max(16, min(64, 8192 // (width * parts)))
 
     def kernel(start_ref, layer_ref, length_ref, q_ref, k_ref, v_ref, table_ref, arena_ref, out_ref):
         slot, head, first = pl.program_id(0), pl.program_id(1), pl.program_id(2) * block
