@@ -224,7 +224,7 @@ struct Sequences {
   // Every page that is read is checked: a wrong id anywhere in use is refused.
   bool guarded() {
     if (!attention_problem(call).empty()) return false;
-    if (!length[0]) return true;
+    if (call.first(0, 0) >= length[0]) return true;
     const int64_t newest = (length[0] - 1) / 5 % call.columns, own = 2 * call.columns;
     return refused(own + newest, -1) && refused(own + call.columns + newest, static_cast<int32_t>(call.num_pages));
   }
