@@ -24,14 +24,15 @@ def package_version(distribution: str = "pwjax") -> str | None:
         return None
 
 
-def versions() -> dict[str, str]:
-    """Versions that results depend on: ours, Python's and the base packages', and which kernels were asked for.
-
-    JSON-ready; imports nothing heavy.
-    """
+def base_versions() -> dict[str, str]:
+    """Versions of ours, Python and the base packages. JSON-ready; imports nothing heavy."""
     found = {"pwjax": package_version() or "source", "python": platform.python_version()}
-    found["kernels"] = chosen_kernels()
     return found | {name: package_version(name) or "missing" for name in DISTRIBUTIONS}
+
+
+def versions() -> dict[str, str]:
+    """What results depend on: :func:`base_versions`, and the kernels that run here. JSON-ready."""
+    return base_versions() | {"kernels": chosen_kernels()}
 
 
 def optional_versions() -> dict[str, str | None]:

@@ -5,14 +5,14 @@ import json
 import click
 
 from pwjax.cli.options import json_option
-from pwjax.environment import versions
+from pwjax.environment import base_versions
 
 
 @click.command()
 @json_option
 def command(as_json: bool) -> None:
     """Print the version, and those of Python and the base packages."""
-    found = versions()
+    found = base_versions()
     if as_json:
         click.echo(json.dumps(found))
         return

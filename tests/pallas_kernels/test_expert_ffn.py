@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import bitplanes as bp
-from pallas_kernels import native
+from pallas_kernels import chosen_kernels, native
 from pallas_kernels.expert_ffn import IMPLEMENTATIONS, dense_expert_ffn, expert_ffn, problems
 from pallas_kernels.expert_ffn.grouping import group, tile_count
 from pallas_kernels.pages import BlockShape, Geometry
@@ -257,13 +257,29 @@ def test_gradients_equal_those_of_the_dense_form(layer):
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-4)
 
 
-def test_without_a_name_there_is_always_one(layer, monkeypatch):
+def test_without_a_name_the_best_of_this_machine_is_taken(layer, monkeypatch):
     *memory, _ = layer
     tokens = make_tokens(2, 0)
-    want = expert_ffn(*tokens, *memory, GEOMETRY, "xla")[0]
-    np.testing.assert_allclose(expert_ffn(*tokens, *memory, GEOMETRY)[0], want, atol=2e-4)
+    run = lambda name: expert_ffn(*tokens, *memory, GEOMETRY, name)[0]  # noqa: E731
+    for name in ("xla", "native") if not native.problem() else ("xla",):
+        monkeypatch.setenv("PWJAX_KERNELS", name)
+        np.testing.assert_array_equal(run(None), run(name))
+    monkeypatch.delenv("PWJAX_KERNELS")
+    vectors = not native.problem() and native.instruction_set() != "portable"
+    assert chosen_kernels() == ("native" if vectors else "xla")
+    np.testing.assert_array_equal(run(None), run(chosen_kernels()))
     monkeypatch.setattr(native, "load", lambda: (None, "not built"))
-    np.testing.assert_array_equal(expert_ffn(*tokens, *memory, GEOMETRY)[0], want)
+    assert chosen_kernels() == "xla"
+    np.testing.assert_array_equal(run(None), run("xla"))
+
+
+def test_scalar_code_is_not_taken_unless_it_is_named(monkeypatch):
+    monkeypatch.delenv("PWJAX_KERNELS", raising=False)
+    monkeypatch.setattr(native, "problem", lambda: "")
+    monkeypatch.setattr(native, "instruction_set", lambda: "portable")
+    assert chosen_kernels() == "xla"
+    monkeypatch.setattr(native, "instruction_set", lambda: "avx2")
+    assert chosen_kernels() == "native"
 
 
 def test_an_unknown_implementation_names_the_known_ones(layer):
