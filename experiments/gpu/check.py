@@ -80,7 +80,7 @@ class Check:
     def __init__(self, interpret: bool):
         self.interpret, self.repeats = interpret, 2 if interpret else 20
         self.shapes = TINY if interpret else SHAPES
-        self.layers, self.kernels = {}, {}
+        self.layers, self.kernels, self.bytes_per_s = {}, {}, float("nan")
 
     def layer(self, name: str) -> Layer:
         """The layer of a shape."""
@@ -139,7 +139,7 @@ class Check:
                    "xla_ms": median_ms(jax.jit(reference_paged_attention), *args, repeats=self.repeats)}  # fmt: skip
 
     def bandwidth(self):
-        """Bytes a second of a plain copy: what all times are held against."""
+        """Bytes a second of a plain copy: what all times are held against; without this part they are against none."""
         words = jnp.ones((1 << (16 if self.interpret else 28),), jnp.uint32)
         ms = median_ms(jax.jit(lambda a: a + 1), words, repeats=self.repeats)
         self.bytes_per_s = 2 * words.nbytes / (ms * 1e-3)
