@@ -285,8 +285,13 @@ def _arrays(prefix: str, heads: Heads) -> dict[str, np.ndarray]:
 
 def _notes(verdicts: dict, best: str | None) -> list[str]:
     """Which form failed, and what follows."""
-    failed = [name for name, verdict in verdicts.items() if not verdict["helps"]]
-    notes = [f"{name} does not lower the error of sequences that it was not fitted to" for name in failed]
+    failed = {name: verdict for name, verdict in verdicts.items() if not verdict["helps"]}
+    notes = [
+        f"{name} was judged on {verdict['sequences']} sequences, at least {LEAST_SEQUENCES} are needed: give more text"
+        if verdict["sequences"] < LEAST_SEQUENCES
+        else f"{name} does not lower the error of sequences that it was not fitted to"
+        for name, verdict in failed.items()
+    ]
     return [*notes, "the prompt residual is off" if best is None else f"{best} is in force"]
 
 

@@ -7,6 +7,8 @@ import numpy as np
 
 # Candidate windows for each window that is chosen, where the text has them.
 POOL = 2
+# Tokens that a text needs to be a kind of its own: fewer say little of it, and a hundred files are not a hundred kinds.
+LEAST_KIND_TOKENS = 4096
 
 
 class Windows(NamedTuple):
@@ -84,6 +86,13 @@ def choose(candidates: Windows, counts: np.ndarray) -> np.ndarray:
         left[candidates.source[best]] -= 1
         total += counts[best]
     return np.flatnonzero(chosen)
+
+
+def kinds(quota: np.ndarray, length: int) -> np.ndarray:
+    """The kind of text of each source, int64[sources], 0 upwards: its own where ``quota`` windows of ``length`` tokens
+    are LEAST_KIND_TOKENS or more, one that all others share, the last, where they are fewer."""
+    large = quota * length >= LEAST_KIND_TOKENS
+    return np.where(large, np.cumsum(large) - 1, large.sum())
 
 
 def thin(text: str, chars: int, piece: int) -> list[str]:

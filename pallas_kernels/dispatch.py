@@ -14,9 +14,10 @@ def choose(
     op: str, name: str | None, implementations: Iterable[str], checks: Mapping[str, Callable[[], str]]
 ) -> str:
     """``name``, or where it is None :func:`pallas_kernels.chosen_kernels`; ValueError if unknown or unavailable."""
+    asked = "" if name else " (PWJAX_KERNELS)"
     name = name or chosen_kernels()
     if name not in implementations:
-        raise ValueError(f"unknown {op} implementation {name!r}; choose from {', '.join(implementations)}")
+        raise ValueError(f"unknown {op} implementation {name!r}{asked}; choose from {', '.join(implementations)}")
     if name in checks and (problem := checks[name]()):
         known = problems(implementations, checks)
         others = "; ".join(f"{other}: {why or 'available'}" for other, why in known.items() if other != name)

@@ -57,7 +57,8 @@ def explain_block(plan: "Plan", block: int) -> str:
         eta = ", ".join(f"{b}: x{f:.3f}" for b, f in zip(table.widths, prices.residual[block], strict=False))
         lines.append(f"  residual  the prompts change a step down to its bits by {eta}")
     else:
-        lines.append("  residual  none in force")
+        reason = "the model has none" if table.heads is None else "no prompt is running"
+        lines.append(f"  residual  none: {reason}")
     floor = int(table.widths[0]) if plan.floor is None else int(plan.floor[block])
     advice = "" if table.floors is None else f"; calibration advises {int(table.floors[block])}"
     lines.append(f"  floor     {floor} bits at stage {plan.stage}{advice}")

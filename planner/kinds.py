@@ -35,6 +35,8 @@ class TextKinds:
         for name, array in (("damage", damage), ("usage", usage)):
             if not (np.isfinite(array) & (array >= 0)).all():
                 raise ValueError(f"{name} of kinds of text must be finite and not negative")
+        if not usage.any(axis=2).all():
+            raise ValueError("every kind of text must use some expert in every layer")
         if (np.diff(damage, axis=2) > 0).any():
             raise ValueError("damage of kinds of text must not grow with bits")
         for name, array in (("damage", damage), ("usage", usage)):
@@ -45,7 +47,6 @@ class TextKinds:
     def _shares(self) -> np.ndarray:
         """Share of each expert in a layer, float64[K, layers * experts], none of them zero."""
         usage = self.usage + RARE * self.usage.mean(axis=2, keepdims=True)
-        usage = np.where(usage.sum(axis=2, keepdims=True) > 0, usage, 1)
         return (usage / usage.sum(axis=2, keepdims=True)).reshape(len(usage), -1)
 
     @cached_property

@@ -90,8 +90,9 @@ class BlockTable:
             )
         if widths[-1] == 16 and self.damage[:, -1].any():
             raise ValueError("damage must be 0 at 16 bits, which are the original weights")
-        if self.floors is not None:
-            self.level(self.floors)
+        if self.floors is not None and not np.isin(self.floors, widths).all():
+            wrong = self.floors[~np.isin(self.floors, widths)][0]
+            raise ValueError(f"floors must be widths of the table, {', '.join(map(str, widths))}; got {wrong}")
         if self.heads is not None and self.heads.confidence.shape != (2, len(widths) - 1):
             raise ValueError(f"residual heads must have the shape {(2, len(widths) - 1)}, got {self.heads.shape}")
         if self.heads is not None and self.heads.reference is not None and len(self.heads.reference.mean) != n:

@@ -29,7 +29,7 @@ from calib.refine import shrunk
 from calib.residual import residual
 from calib.sensitivity import column_weights, paper_damage, unrouted_importance
 from calib.stream import Routing, Stream, save_array
-from calib.text import choose
+from calib.text import choose, kinds
 from pallas_kernels.pages import MATRICES
 from pwjax.calibration_needs import needs
 from pwjax.calibration_text import SEQUENCE_LENGTH, TOKENS, CalibrationText, Text, calibration_text
@@ -198,16 +198,16 @@ class Calibration:
         }
         tables |= {f"moments/{n}": self._layers("original", n).astype(np.float32) / tokens.shape[1] / len(self.chosen)
                    for n in MATRICES}  # fmt: skip
-        used = np.flatnonzero(self.text.windows.quota)
-        texts = np.repeat(np.arange(len(used)), self.text.windows.quota[used])
-        if len(used) > 1:
+        kind = kinds(self.text.windows.quota, tokens.shape[1])
+        texts = np.repeat(kind, self.text.windows.quota)
+        if texts.max() > 0:
             for f, form in enumerate(FORMS):
                 at = [damage.text_tables(m.counts, m.by_sequence[:, :, :, f], texts, of_form[form][b])
                       for b, m in sequences.items()]  # fmt: skip
                 tables[f"texts/damage/{form}"] = _with_16(np.mean(at, axis=0), fallback)
-            candidates = self.text.windows.source
+            candidates = kind[self.text.windows.source]
             tables["texts/routing_rate"] = np.stack(
-                [routing.count[candidates == text].mean(0) / tokens.shape[1] for text in used]
+                [routing.count[candidates == text].mean(0) / tokens.shape[1] for text in range(texts.max() + 1)]
             )
         ladder = (*widths, 16) if fallback else widths
         # Of the form that plans are made with: heads that explain another one are too sure of themselves.

@@ -116,12 +116,14 @@ def load_tokenizer(source: Any):
 
 def read_text(path: Path) -> str:
     """A text file, or the ``"text"`` of every line of a ``.jsonl`` file, blank lines between; UsageError if it has
-    none."""
+    none, or is not UTF-8."""
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
+        with open(path, encoding="utf-8") as file:
             text = _join_lines(path, file) if path.suffix == ".jsonl" else file.read(_MAX_CHARS)
     except OSError as error:
         raise UsageError(f"cannot read the calibration text {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the calibration text {path} is not UTF-8: {error.reason}") from error
     if not text.strip():
         raise UsageError(f"the calibration text {path} is empty")
     return text

@@ -233,8 +233,28 @@ class Artifact:
         blocks, widths = self.config.blocks, len(self.geometry.all_bits)
         tables = {f"damage/{kind}": (blocks, widths) for kind in self.manifest["calibration"]["damage"]}
         tables["routing_mass"] = (self.config.num_layers, self.config.num_experts)
+        tables |= self._text_tensors()
         problems = _safetensors_problems(self.path / manifests.DENSE, dense_shapes(self.config), "BF16")
         return problems + _safetensors_problems(self.path / manifests.TABLES, tables, "F64", extra_ok=True)
+
+
+    def _text_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of what calibration keeps text by text: all of it or nothing."""
+        try:
+            with safe_open(self.path / manifests.TABLES, "numpy") as file:
+                names = set(file.keys())
+                texts = [file.get_slice(name).get_shape() for name in names if name.startswith("texts/")]
+        except (OSError, SafetensorError):
+            return {}  # said where the file's other tensors are looked at
+        if not texts:
+            return {}
+        count, blocks, widths = texts[0][0] if texts[0] else 0, self.config.blocks, len(self.geometry.all_bits)
+        found = {"texts/routing_rate": (count, self.config.num_layers, self.config.num_experts)}
+        kinds = self.manifest["calibration"]["damage"]
+        found |= {f"texts/damage/{kind}": (count, blocks, widths) for kind in CONDITIONAL if kind in kinds}
+        if "residual/moments/mean" in names:
+            found["residual/moments/text_mean"] = (count, blocks, widths - 1)
+        return found
 
 
 def _kinds(tables: dict[str, np.ndarray], kind: str) -> TextKinds | None:

@@ -16,8 +16,10 @@ FILE = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
 @click.command()
 @click.argument("out", metavar="OUT", type=click.Path(path_type=Path))
 @click.option("--text", "-t", multiple=True, metavar="FILE", type=FILE,
-              help="UTF-8 text, or .jsonl with a \"text\" a line, to calibrate on; may be repeated, each file with an "
-                   "equal share. Default: some modules of Python's standard library.")
+              help="UTF-8 text, or .jsonl with a \"text\" a line, to calibrate on; may be repeated, one file a kind of "
+                   "text. Default: some modules of Python's standard library.")
+@click.option("--weight", "weights", multiple=True, type=click.FloatRange(min=0, min_open=True), metavar="W",
+              help="Share of each --text, given once for each. Default: equal shares.")
 @click.option("--heldout", multiple=True, metavar="FILE", type=FILE,
               help="UTF-8 text to check the tables on; may be repeated. Default: other modules of Python's standard "
                    "library.")
@@ -42,6 +44,7 @@ FILE = click.Path(exists=True, dir_okay=False, readable=True, path_type=Path)
 def command(
     out: Path,
     text: tuple[Path, ...],
+    weights: tuple[float, ...],
     heldout: tuple[Path, ...],
     tokens: int | None,
     sequence_length: int | None,
@@ -61,8 +64,12 @@ def command(
     becomes the model's default. A run that was stopped goes on when the same command is given again: what is
     calibrated is kept beside OUT, what is measured in REPORT.measurements.jsonl.
     """
-    if check_only and (text or tokens or sequence_length):
-        raise UsageError("--check-only keeps the tables of the model: leave out --text, --tokens and --sequence-length")
+    if check_only and (text or weights or tokens or sequence_length):
+        raise UsageError(
+            "--check-only keeps the tables of the model: leave out --text, --weight, --tokens and --sequence-length"
+        )
+    if weights and len(weights) != len(text):
+        raise UsageError(f"--weight must be given once for each --text: {len(weights)} for {len(text)}")
     from pwjax import calibration_report, environment
     from pwjax.calibration import discard
     from pwjax.calibration_text import SEQUENCE_LENGTH, TOKENS
@@ -85,7 +92,8 @@ def command(
         if not check_only:
             residual = calibration_report.recalibrate(
                 out, list(text) or [document.text for document in modules[::2]], tokens=tokens or TOKENS,
-                sequence_length=sequence_length or SEQUENCE_LENGTH, seed=seed, progress=bars, note=note,
+                sequence_length=sequence_length or SEQUENCE_LENGTH, weights=weights or None, seed=seed, progress=bars,
+                note=note,
             )  # fmt: skip
         artifact = Artifact.open(out)
         if truth:

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from calib.residual import Samples, fit_heads, gate_feature, judge, moments_feature, split
+from calib.residual import Samples, _notes, fit_heads, gate_feature, judge, moments_feature, split
 
 
 def samples_where(log_ratio, rng, sequences=60, layers=2, experts=6, widths=4):
@@ -95,3 +95,9 @@ def test_texts_that_differ_are_told_by_their_averages_not_by_the_residual(rng):
     # Nothing is left to predict.
     heads = fit_heads(moments_feature(samples, fitted, texts), samples, fitted, texts)
     assert (np.abs(np.log(heads.factor(moments_feature(samples, fitted, texts)))) < 0.2).all()
+
+
+def test_what_was_not_proved_is_told_apart_from_what_failed():
+    judged = {"sequences": 40, "helps": False}, {"sequences": 2, "helps": False}, {"sequences": 40, "helps": True}
+    notes = _notes(dict(zip(("paper", "gate", "moments"), judged, strict=True)), "moments")
+    assert "does not lower" in notes[0] and "2 sequences, at least 5" in notes[1] and notes[2] == "moments is in force"

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from calib.text import Windows, choose, share_out, thin, windows
+from calib.text import LEAST_KIND_TOKENS, Windows, choose, kinds, share_out, thin, windows
 
 
 def test_windows_do_not_overlap_and_drop_tails():
@@ -69,3 +69,10 @@ def test_windows_that_reach_rare_experts_are_chosen():
     chosen = choose(candidates, counts)
     assert {4, 9} <= set(chosen.tolist()) and (np.bincount(candidates.source[chosen]) == [2, 3]).all()
     assert choose(candidates._replace(quota=np.array([6, 6])), counts).tolist() == list(range(12))
+
+
+def test_texts_are_kinds_of_their_own_where_there_is_enough_of_them():
+    windows = LEAST_KIND_TOKENS // 64
+    assert kinds(np.array([windows, 1, windows, 0, windows - 1]), 64).tolist() == [0, 2, 1, 2, 2]
+    assert kinds(np.full(100, 3), 64).max() == 0, "a hundred small files are one kind"
+    assert kinds(np.array([windows]), 64).tolist() == [0]

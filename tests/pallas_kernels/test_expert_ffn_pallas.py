@@ -29,6 +29,11 @@ def _programs(quick_programs):
     del api.IMPLEMENTATIONS["interpreted"]
 
 
+@pytest.fixture(scope="module")
+def layer():
+    return layer_of("grouped tables")
+
+
 @pytest.mark.slow
 class TestInterpreted(ExpertFFN):
     """Everything that every backend must do; the interpreter compiles for minutes."""

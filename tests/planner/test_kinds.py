@@ -108,6 +108,7 @@ def test_kinds_that_cannot_be_are_refused(table):
         (kinds.damage[:2], kinds.usage, "damage [K, n, B]"),
         (-kinds.damage, kinds.usage, "not negative"),
         (kinds.damage * np.nan, kinds.usage, "finite"),
+        (kinds.damage, 0 * kinds.usage, "in every layer"),
         (kinds.damage[..., ::-1], kinds.usage, "must not grow with bits"),
     ):
         with pytest.raises(ValueError, match="^[^\n]*$") as error:

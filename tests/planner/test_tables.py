@@ -56,7 +56,7 @@ def test_arrays_are_copied_and_read_only():
         ({"params": [200, 0]}, r"params\[1\] is 0"),
         ({"routing_mass": [[-0.1]]}, "routing_mass"),
         ({"routing_rate": [[1.0, 1.0]]}, "routing_rate must have the shape"),
-        ({"floors": [2, 4]}, "4 bits are not in this table"),
+        ({"floors": [2, 4]}, "floors must be widths .* got 4"),
     ],
 )
 def test_bad_tables_name_the_fault(table, change, words):

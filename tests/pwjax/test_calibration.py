@@ -133,6 +133,8 @@ def test_texts_are_kept_apart_for_the_planner(made, tmp_path, monkeypatch):
     arguments = {"text": texts, "tokenizer": one_token_a_letter(), "tokens": 128, "sequence_length": 16}
     error = itertools.count(0, -1)
     monkeypatch.setattr("calib.residual.judge", lambda *_: {"helps": True, "on": next(error)})
+    assert not any("text" in name for name in calibrate(made, **arguments).tables), "64 tokens are no kind of text"
+    monkeypatch.setattr("calib.text.LEAST_KIND_TOKENS", 64)
     found = calibrate(made, **arguments)
     discard(made)
     copy = Path(shutil.copytree(made, tmp_path / "copy.pw"))
@@ -148,6 +150,17 @@ def test_texts_are_kept_apart_for_the_planner(made, tmp_path, monkeypatch):
     assert artifact.table("output").kinds is not None and Artifact.open(made).table().kinds is None
     assert artifact.table("paper").kinds is None and artifact.table("directional@6").kinds is None
     assert artifact.table("paper").heads.form == "paper"
+
+    # All of it or nothing.
+    for name, wrong in {
+        "texts/damage/directional": found.tables["texts/damage/directional"].astype(np.float32),
+        "texts/routing_rate": None,
+        "residual/moments/text_mean": found.tables["residual/moments/text_mean"][:1],
+    }.items():
+        tables = {n: t for n, t in found.tables.items() if n != name} | ({} if wrong is None else {name: wrong})
+        write_tables(copy, tables, found.summary)
+        with pytest.raises(ArtifactError, match=name):
+            Artifact.open(copy)
 
     # All tensors that docs/artifact.md lists are there, and as it says.
     document, listed = Path(__file__).parents[2] / "docs" / "artifact.md", {}
