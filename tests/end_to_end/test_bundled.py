@@ -40,7 +40,9 @@ def test_the_first_command_prints_text_and_a_summary(capsys):
 
 
 @pytest.mark.slow
-def test_a_job_under_pressure_demotes_promotes_and_keeps_its_budget(tmp_path):
+def test_a_job_under_pressure_demotes_promotes_and_keeps_its_budget(tmp_path, monkeypatch):
+    # Kernels in C++ need less memory and time: the job would be over before pages may move up at the pager's pace.
+    monkeypatch.setenv("PWJAX_KERNELS", "xla")
     # KV of the first eight does not fit beside the experts at 6 bits; that of the others leaves room again.
     lines = [
         {"id": i, "prompt": PROMPTS[i % 8] * 4, "max_tokens": 110 if i < 8 else 60, "ignore_eos": True}
