@@ -1,16 +1,13 @@
 """Every expert_ffn implementation against a NumPy oracle on blocks of mixed precision: one shared class of tests."""
 
-import os
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from lesser_sets import run_again
 
 from pallas_kernels import bitplanes as bp
 from pallas_kernels import chosen_kernels, native
@@ -226,19 +223,7 @@ class TestNative(ExpertFFN):
 
     @pytest.mark.parametrize("instructions", ["portable", "avx2"])
     def test_lesser_instruction_sets(self, instructions):
-        if instructions == native.instruction_set():
-            pytest.skip("that is what the other tests run on")
-        if os.environ.get("PWJAX_NATIVE_ISA"):
-            pytest.skip("this is such a run")
-        chosen = "TestNative and (every_width or range or row_are or odd)"
-        # -P: the folder that tests start in may hold the sources, without the library that an installed package has.
-        command = [sys.executable, "-P", "-m", "pytest", "-q", str(Path(__file__)), "-k", chosen]
-        env = {**os.environ, "PWJAX_NATIVE_ISA": instructions}
-        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
-        if instructions == "avx2" and "names an instruction set" in done.stdout:
-            pytest.skip("this processor has no AVX2")
-        assert done.returncode == 0, done.stdout[-3000:]
-        assert "passed" in done.stdout, done.stdout[-3000:]
+        run_again(__file__, "TestNative and (every_width or range or row_are or odd)", instructions)
 
 
 def test_gradients_equal_those_of_the_dense_form(layer):

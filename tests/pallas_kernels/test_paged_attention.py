@@ -1,15 +1,12 @@
 """Every paged_attention implementation against plain softmax in NumPy: one shared class of tests."""
 
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from lesser_sets import run_again
 
 from pallas_kernels import native
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, Past, pack_rows, paged_attention, problems, unpack_rows
@@ -253,19 +250,7 @@ class TestNative(PagedAttention):
 
     @pytest.mark.parametrize("instructions", ["portable", "avx2"])
     def test_lesser_instruction_sets(self, instructions):
-        if instructions == native.instruction_set():
-            pytest.skip("that is what the other tests run on")
-        if os.environ.get("PWJAX_NATIVE_ISA"):
-            pytest.skip("this is such a run")
-        chosen = "TestNative and (heads or ring or row_are or page)"
-        # -P: the folder that tests start in may hold the sources, without the library that an installed package has.
-        command = [sys.executable, "-P", "-m", "pytest", "-q", str(Path(__file__)), "-k", chosen]
-        env = {**os.environ, "PWJAX_NATIVE_ISA": instructions}
-        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
-        if instructions == "avx2" and "names an instruction set" in done.stdout:
-            pytest.skip("this processor has no AVX2")
-        assert done.returncode == 0, done.stdout[-3000:]
-        assert "passed" in done.stdout, done.stdout[-3000:]
+        run_again(__file__, "TestNative and (heads or ring or row_are or page)", instructions)
 
 
 def test_an_implementation_that_is_unknown_or_unavailable_names_the_others(monkeypatch):
