@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels.pages import Geometry, RowLayout, ceil_div
@@ -241,29 +240,3 @@ def _compose(planes: list[jax.Array], shift: Any, mask: int) -> jax.Array:
 def _half(word: jax.Array) -> jax.Array:
     """float32 of the float16 in the low half of a word."""
     return lax.bitcast_convert_type(word.astype(jnp.uint16), jnp.float16).astype(jnp.float32)
-
-
-def launch(
-    kernel: Callable,
-    name: str,
-    grid: tuple,
-    out_shape: Any,
-    inputs: tuple,
-    warps: int,
-    stages: int,
-    interpret: bool,
-    aliases: dict[int, int] | None = None,
-) -> Any:
-    """``kernel`` on whole arrays, one program for each point of ``grid``."""
-    whole = pl.BlockSpec(memory_space=pl.ANY)
-    return pl.pallas_call(
-        kernel,
-        grid=grid,
-        out_shape=out_shape,
-        in_specs=[whole] * len(inputs),
-        out_specs=jax.tree.map(lambda _: whole, out_shape),
-        input_output_aliases=aliases or {},
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=stages),
-        interpret=interpret,
-        name=name,
-    )(*inputs)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.gpu import launch
 from pallas_kernels.paged_attention.reference import Past, attention_gradients
 from pallas_kernels.pages import ceil_div
 
@@ -144,17 +145,16 @@ def _attend(window, interpret, q, fresh_k, fresh_v, start, past, layer):
             at = tuple(jnp.broadcast_to(i, inside.shape) for i in at)
             plgpu.store(out_ref.at[at], own / total, mask=inside)
 
-    whole = pl.BlockSpec(memory_space=pl.ANY)
-    out = pl.pallas_call(
+    out = launch(
         kernel,
-        grid=(batch, kv_heads, ceil_div(queries * shared, block)),
-        out_shape=jax.ShapeDtypeStruct(q.shape, jnp.float32),
-        in_specs=[whole] * 8,
-        out_specs=whole,
-        compiler_params=plgpu.CompilerParams(num_warps=4 if block * width * parts <= 2048 else 8, num_stages=2),
-        interpret=interpret,
-        name="pwjax_paged_attention",
-    )(start.reshape(1), layer.reshape(1), past.length, q, fresh_k, fresh_v, past.table, past.arena)
+        "pwjax_paged_attention",
+        (batch, kv_heads, ceil_div(queries * shared, block)),
+        jax.ShapeDtypeStruct(q.shape, jnp.float32),
+        (start.reshape(1), layer.reshape(1), past.length, q, fresh_k, fresh_v, past.table, past.arena),
+        4 if block * width * parts <= 2048 else 8,
+        2,
+        interpret,
+    )
     return out.reshape(batch, queries, heads * dim)
 
 
