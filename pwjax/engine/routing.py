@@ -50,7 +50,9 @@ class RoutingRecord:
         self._reference = None if table.heads is None else table.heads.reference
         self._prompts: dict[int, Prompt] = {}
         # Shares and features of those whose prefill has not gone on since they were last asked for.
-        self._known: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._known: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
+        # Requests whose moments were last taken together, and the features of these; None: a prefill has gone on.
+        self._together: tuple[list[int], np.ndarray | None] | None = None
 
     @property
     def shares(self) -> np.ndarray:
@@ -74,6 +76,7 @@ class RoutingRecord:
             before = self._prompts.get(sequence.order)
             self._prompts[sequence.order] = seen if before is None else before.plus(seen)
             self._known.pop(sequence.order, None)
+            self._together = None
 
     def prompts(self, running: list[Sequence], kv: KVPages) -> tuple[np.ndarray | None, np.ndarray | None]:
         """``(request_mass, residual)`` of the running requests, averaged by their KV pages (the paper's batch merge).
@@ -90,20 +93,26 @@ class RoutingRecord:
         if not total:
             return None, None
         merge = lambda which: sum(w / total * self._seen(order)[which] for order, w in weights.items())  # noqa: E731
-        if self._reference is None:
-            return merge(0), merge(1)
-        moments = [self._prompts[order].moments for order in weights]
-        if any(own is None for own in moments):
-            return merge(0), None
-        count = np.sum([self._prompts[order].count for order in weights], axis=0)
-        return merge(0), self._reference.features(np.sum(moments, axis=0), count)
+        return merge(0), merge(1) if self._reference is None else self._of_moments(list(weights))
 
-    def _seen(self, order: int) -> tuple[np.ndarray, np.ndarray]:
-        """Routing shares float64[L, E] of one prompt, and the features float64[n, 4] of the paper's heads."""
+    def _of_moments(self, orders: list[int]) -> np.ndarray | None:
+        """Features of the moments of these requests' prompts together, None where one of them has none."""
+        if self._together is None or self._together[0] != orders:
+            seen = [self._prompts[order] for order in orders]
+            moments, found = [prompt.moments for prompt in seen], None
+            if all(own is not None for own in moments):
+                count = np.sum([prompt.count for prompt in seen], axis=0)
+                found = self._reference.features(np.sum(moments, axis=0), count)
+            self._together = orders, found
+        return self._together[1]
+
+    def _seen(self, order: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Routing shares float64[L, E] of one prompt, and the features float64[n, 4] of the paper's heads if these are
+        asked for."""
         if order not in self._known:
             seen = self._prompts[order]
-            shares = seen.mass / np.maximum(seen.mass.sum(axis=1, keepdims=True), 1e-30)
-            self._known[order] = shares, features(seen.mass, seen.norms).reshape(-1, 4)
+            own = features(seen.mass, seen.norms).reshape(-1, 4) if self._reference is None else None
+            self._known[order] = seen.mass / np.maximum(seen.mass.sum(axis=1, keepdims=True), 1e-30), own
         return self._known[order]
 
 
