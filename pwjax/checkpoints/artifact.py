@@ -230,31 +230,39 @@ class Artifact:
 
     def _tensor_problems(self) -> list[str]:
         """Tensors whose name, type or shape is not what the model needs."""
+        problems = []
+        for file, dtype in ((manifests.DENSE, "BF16"), (manifests.TABLES, "F64")):
+            name = Path(file).name
+            try:
+                found = _header(self.path / file)
+            except (OSError, SafetensorError) as error:
+                problems.append(f"{name} cannot be read: {error}")
+                continue
+            if file == manifests.DENSE:
+                wanted = dense_shapes(self.config)
+            else:
+                wanted = self._table_shapes(found)
+                found = {tensor: facts for tensor, facts in found.items() if tensor in wanted}
+            shapes = {tensor: shape for tensor, (shape, _) in found.items()}
+            problems += [f"{name}: {problem}" for problem in shape_problems(shapes, wanted)]
+            wrong = {tensor: got for tensor, (_, got) in found.items() if tensor in wanted and got != dtype}
+            problems += [f"{name}: {tensor} is {got} instead of {dtype}" for tensor, got in wrong.items()]
+        return problems
+
+    def _table_shapes(self, found: dict[str, tuple]) -> dict[str, tuple[int, ...]]:
+        """Tables that must be there; what calibration keeps text by text is there as a whole or not at all."""
+        layers, experts = self.config.num_layers, self.config.num_experts
         blocks, widths = self.config.blocks, len(self.geometry.all_bits)
-        tables = {f"damage/{kind}": (blocks, widths) for kind in self.manifest["calibration"]["damage"]}
-        tables["routing_mass"] = (self.config.num_layers, self.config.num_experts)
-        tables |= self._text_tensors()
-        problems = _safetensors_problems(self.path / manifests.DENSE, dense_shapes(self.config), "BF16")
-        return problems + _safetensors_problems(self.path / manifests.TABLES, tables, "F64", extra_ok=True)
-
-
-    def _text_tensors(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of what calibration keeps text by text: all of it or nothing."""
-        try:
-            with safe_open(self.path / manifests.TABLES, "numpy") as file:
-                names = set(file.keys())
-                texts = [file.get_slice(name).get_shape() for name in names if name.startswith("texts/")]
-        except (OSError, SafetensorError):
-            return {}  # said where the file's other tensors are looked at
-        if not texts:
-            return {}
-        count, blocks, widths = texts[0][0] if texts[0] else 0, self.config.blocks, len(self.geometry.all_bits)
-        found = {"texts/routing_rate": (count, self.config.num_layers, self.config.num_experts)}
         kinds = self.manifest["calibration"]["damage"]
-        found |= {f"texts/damage/{kind}": (count, blocks, widths) for kind in CONDITIONAL if kind in kinds}
-        if "residual/moments/mean" in names:
-            found["residual/moments/text_mean"] = (count, blocks, widths - 1)
-        return found
+        shapes = {f"damage/{kind}": (blocks, widths) for kind in kinds} | {"routing_mass": (layers, experts)}
+        texts = [shape for tensor, (shape, _) in found.items() if tensor.startswith("texts/")]
+        if texts:
+            count = next(iter(texts[0]), 0)
+            shapes |= {f"texts/damage/{kind}": (count, blocks, widths) for kind in CONDITIONAL if kind in kinds}
+            shapes["texts/routing_rate"] = count, layers, experts
+            if "residual/moments/mean" in found:
+                shapes["residual/moments/text_mean"] = count, blocks, widths - 1
+        return shapes
 
 
 def _kinds(tables: dict[str, np.ndarray], kind: str) -> TextKinds | None:
@@ -275,7 +283,7 @@ def _heads(tables: dict[str, np.ndarray], kind: str) -> ResidualHeads | None:
         reference = MomentsReference(
             *(tables[f"{prefix}/{name}"] for name in names), tables.get(f"{prefix}/text_mean")
         )
-    elif _kinds(tables, kind) is not None:
+    elif f"texts/damage/{kind}" in tables:
         return None
     if f"{prefix}/weights" not in tables:
         return None
@@ -283,15 +291,8 @@ def _heads(tables: dict[str, np.ndarray], kind: str) -> ResidualHeads | None:
     return ResidualHeads(*heads, reference=reference)
 
 
-def _safetensors_problems(path: Path, wanted: dict, dtype: str, extra_ok: bool = False) -> list[str]:
-    """What is wrong with the header of a safetensors file."""
-    try:
-        with safe_open(path, "numpy") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}
-            found = {name: tuple(s.get_shape()) for name, s in slices.items() if name in wanted or not extra_ok}
-            types = {name: slices[name].get_dtype() for name in found}
-    except (OSError, SafetensorError) as error:
-        return [f"{path.name} cannot be read: {error}"]
-    problems = [f"{path.name}: {problem}" for problem in shape_problems(found, wanted)]
-    wrong = [name for name, got in types.items() if name in wanted and got != dtype]
-    return problems + [f"{path.name}: {name} is {types[name]} instead of {dtype}" for name in wrong]
+def _header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and type of every tensor of a safetensors file."""
+    with safe_open(path, "numpy") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}
+        return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
