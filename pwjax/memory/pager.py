@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import product
 
 import numpy as np
 
@@ -83,9 +84,14 @@ class Pager:
         starts = [(expert, matrix) for expert in range(table.experts) for matrix in (0, 1)]
         self._host_start = [geometry.host_block_start(*start) for start in starts]
         self._bits_pages = np.zeros((2, 17), np.int64)  # pages of (matrix, bits); 0 bits take none
-        for matrix in (0, 1):
-            for bits in geometry.all_bits:
-                self._bits_pages[matrix, bits] = geometry.block_pages(matrix, bits)
+        self._reserve_pages = np.zeros((2, 17, 17), np.int64)  # what a move of (matrix, from, to) takes at first
+        for matrix, bits in product((0, 1), geometry.all_bits):
+            self._bits_pages[matrix, bits] = geometry.block_pages(matrix, bits)
+            for start in (0, *geometry.all_bits):
+                if start != bits:
+                    shape = move_shape(geometry, matrix, start, bits, self._part_pages)
+                    self._shapes[matrix, start, bits] = shape
+                    self._reserve_pages[matrix, start, bits] = shape.reserve
 
     @property
     def committed(self) -> np.ndarray:
@@ -123,7 +129,8 @@ class Pager:
     @property
     def reserving_pages(self) -> int:
         """Free pages that queued moves will take before they give any back; those in flight have taken theirs."""
-        return sum(self._shape(block).reserve for block in self._queue())
+        blocks = np.flatnonzero(self._waiting)
+        return int(self._reserve_pages[blocks % 2, self.table.bits.reshape(-1)[blocks], self.desired[blocks]].sum())
 
     @property
     def releasing_pages(self) -> int:
@@ -205,7 +212,7 @@ class Pager:
             given_up=tuple(given_up),
             started=tuple(started),
             blocked_pages=blocked_pages,
-            queued=len(self._queue()),
+            queued=int(np.count_nonzero(self._waiting)),
         )
         self.pace.end()
         return report
@@ -371,15 +378,18 @@ class Pager:
 
     # Start
 
-    def _queue(self, index: int | None = None) -> list[int]:
-        """Blocks whose move has not started, demotions first; with ``index`` those that may start at this boundary."""
-        committed = self.table.bits.reshape(-1)
-        wanted = self.desired != committed
-        wanted[list(self._moves)] = False
-        blocks = np.flatnonzero(wanted)
-        blocks = blocks[np.lexsort((self._rank[blocks], self.desired[blocks] > committed[blocks]))].tolist()
-        if index is None:
-            return blocks
+    @property
+    def _waiting(self) -> np.ndarray:
+        """bool[n]: blocks whose move has not started."""
+        waiting = self.desired != self.table.bits.reshape(-1)
+        waiting[list(self._moves)] = False
+        return waiting
+
+    def _queue(self, index: int) -> list[int]:
+        """Blocks whose move may start at this boundary, demotions first."""
+        blocks = np.flatnonzero(self._waiting)
+        promotes = self.desired[blocks] > self.table.bits.reshape(-1)[blocks]
+        blocks = blocks[np.lexsort((self._rank[blocks], promotes))].tolist()
         return [block for block in blocks if self._retries.may_start(block, index)]
 
     def _fill(self, queue: deque[int]) -> tuple[list[int], int]:
@@ -429,10 +439,7 @@ class Pager:
         return TransferJob(move.block, layer, pages, self.arena.page_widths)
 
     def _shape(self, block: int) -> MoveShape:
-        key = block % 2, self.table.block_bits(block), int(self.desired[block])
-        if key not in self._shapes:
-            self._shapes[key] = move_shape(self.geometry, *key, self._part_pages)
-        return self._shapes[key]
+        return self._shapes[block % 2, self.table.block_bits(block), int(self.desired[block])]
 
     def _checked_bits(self, bits: np.ndarray) -> np.ndarray:
         bits = np.array(bits, np.int32).reshape(-1)
