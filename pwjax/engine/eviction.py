@@ -20,8 +20,9 @@ from pwjax.engine.parts import Parts
 from pwjax.engine.routing import RoutingRecord
 from pwjax.memory import Prefixes
 
-# Share of the damage between the lowest and the highest bits that a second of computing prompts again is worth.
-RANGE_PER_SECOND = 0.01
+# Share of the damage between the lowest and the highest bits that a second of computing prompts again is worth; found
+# by experiments/planner_search/engine_search.py.
+RANGE_PER_SECOND = 0.0003
 # Boundaries for which the price of a demotion is taken to hold while no bits change.
 PERIOD = 16
 
@@ -29,8 +30,8 @@ PERIOD = 16
 def default_damage_per_ms(table: BlockTable) -> float:
     """``damage_per_ms`` of a model, in damage a served token: the unit of its table, so a share of its range.
 
-    With 1 % a second, a prompt of ten seconds weighs as much as a tenth of all precision, and cached prompts and the
-    cheapest demotions of a model are of one order: neither always goes first.
+    So small a share because the cheapest demotions cost next to nothing, and they are what a cached prompt competes
+    with: by a search on traces with shared beginnings, neither then always goes first.
     """
     return RANGE_PER_SECOND / 1000 * (table.total_damage(table.widths[0]) - table.total_damage(table.widths[-1]))
 
