@@ -57,7 +57,7 @@ def explain_block(plan: "Plan", block: int) -> str:
         eta = ", ".join(f"{b}: x{f:.3f}" for b, f in zip(table.widths, prices.residual[block], strict=False))
         lines.append(f"  residual  the prompts change a step down to its bits by {eta}")
     else:
-        reason = "the model has none" if table.heads is None else "no prompt is running"
+        reason = "the model has none" if table.heads is None else "no prompt is running, or the policy leaves it out"
         lines.append(f"  residual  none: {reason}")
     floor = int(table.widths[0]) if plan.floor is None else int(plan.floor[block])
     advice = "" if table.floors is None else f"; calibration advises {int(table.floors[block])}"

@@ -62,10 +62,13 @@ def command(
         arrivals = read_trace(trace, step_ms)
     environment.enable_compile_cache()
     report = None if quiet else told_once(lambda what: click.echo(f"compiling {what}", err=True))
-    view, smallest = look(open_model(options.model) if model is None else model, options, report)
+    model = open_model(options.model) if model is None else model
+    # Looked up before minutes of compiling, which a wrong number should not cost.
+    block = block_number(model.table(), explain) if explain else None
+    view, smallest = look(model, options, report)
     summary = summarize(view, smallest, options)
     if explain is not None:
-        summary["explain"] = explained(view.plan, explain)
+        summary["explain"] = view.plan.explain(block=block)
     if arrivals and summary["fits"]:
         from pwjax.simulate import simulate
 
@@ -77,13 +80,13 @@ def command(
     click.echo(json.dumps(summary) if as_json else text)
 
 
-def explained(plan, block: str) -> str:
-    """The plan's own words; of one ``block`` where it is not empty. UsageError where there is no such block."""
+def block_number(table, name: str) -> int:
+    """Number of the block that ``name`` means; UsageError where there is none."""
     from planner import find_block
     from pwjax.errors import UsageError
 
     try:
-        return plan.explain(block=find_block(plan.table, block) if block else None)
+        return find_block(table, name)
     except ValueError as error:
         raise UsageError(str(error)) from error
 
