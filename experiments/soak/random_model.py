@@ -1,10 +1,10 @@
 """Makes an artifact of Qwen1.5-MoE-A2.7B's expert shapes with random weights, without quantizing anything.
 
-python experiments/soak/random_model.py OUT [--layers 4] [--experts 60] [--vocab 4096] [--seed 0]
+python experiments/soak/random_model.py OUT [--layers 4] [--experts 60] [--vocab 4096] [--seed 0] [--fallback]
 
 Codes are random words, every LUT holds the quantiles of a normal distribution, so the planes are nested as real ones
-are. Four layers of sixty experts take about 2 GB on the disk and half a minute. There is no 16-bit fallback and no
-tokenizer; the vocabulary is cut, since embeddings are not what is paged.
+are. Four layers of sixty experts take about 2 GB on the disk and half a minute; with the 16-bit ``--fallback``, other
+random numbers, 6 GB. There is no tokenizer; the vocabulary is cut, since embeddings are not what is paged.
 """
 
 import argparse
@@ -39,20 +39,29 @@ def lut_pages(geometry: Geometry, matrix: int, bits: int, scale: float) -> np.nd
     return pages
 
 
-def block_pages(geometry: Geometry, matrix: int, luts: list[np.ndarray], rng: np.random.Generator) -> np.ndarray:
+def dense_pages(geometry: Geometry, matrix: int, scale: float, rng: np.random.Generator) -> np.ndarray:
+    """Pages of random 16-bit rows: uint32[pages, page_words]."""
+    layout = geometry.dense_layout(matrix)
+    values = rng.standard_normal((layout.pages, 2 * geometry.page_words), np.float32) * np.float32(scale)
+    return values.astype(ml_dtypes.bfloat16).view("<u4")
+
+
+def block_pages(
+    geometry: Geometry, matrix: int, luts: list[np.ndarray], scale: float, rng: np.random.Generator
+) -> np.ndarray:
     """All host pages of a random block."""
     planes = geometry.parent * geometry.plane_layout(matrix).pages
     codes = rng.integers(0, 2**32, (planes, geometry.page_words), "<u4")
-    return np.concatenate([codes, *luts])
+    return np.concatenate([codes, *luts, *([dense_pages(geometry, matrix, scale, rng)] if geometry.fallback else [])])
 
 
-def make(out: Path, config: ModelConfig, seed: int = 0) -> Path:
+def make(out: Path, config: ModelConfig, seed: int = 0, fallback: bool = False) -> Path:
     """Write the artifact."""
     rng = np.random.default_rng(seed)
     kv_row_words = config.kv_row_words(2)
-    shapes = geometry_for(config, LUT_ROWS, 1 << 16, WIDTHS, False)
-    page_words = choose_page_words(shapes.gate_up, shapes.down, WIDTHS, False, kv_row_words)
-    geometry = geometry_for(config, LUT_ROWS, page_words, WIDTHS, False)
+    shapes = geometry_for(config, LUT_ROWS, 1 << 16, WIDTHS, fallback)
+    page_words = choose_page_words(shapes.gate_up, shapes.down, WIDTHS, fallback, kv_row_words)
+    geometry = geometry_for(config, LUT_ROWS, page_words, WIDTHS, fallback)
     scales = [cols**-0.5 for _, cols in block_shapes(config)]
     luts = [[lut_pages(geometry, m, b, scales[m]) for b in WIDTHS] for m in (0, 1)]
     with ArtifactWriter(out, config, f"random-{seed}") as writer:
@@ -61,13 +70,13 @@ def make(out: Path, config: ModelConfig, seed: int = 0) -> Path:
             with writer.layer(layer) as file:
                 for _ in range(config.num_experts):
                     for matrix in (0, 1):
-                        file.add(block_pages(geometry, matrix, luts[matrix], rng))
+                        file.add(block_pages(geometry, matrix, luts[matrix], scales[matrix], rng))
         dense = {}
         for name, shape in dense_shapes(config).items():
             value = 1 if name.endswith("norm/scale") else rng.normal(0, shape[-1] ** -0.5, shape)
             dense[name] = np.broadcast_to(value, shape).astype(ml_dtypes.bfloat16)
         blocks = config.blocks
-        error = np.array([4.0 ** -(b - 2) for b in WIDTHS])
+        error = np.array([0.0 if b == 16 else 4.0 ** -(b - 2) for b in geometry.all_bits])
         damage = rng.lognormal(0, 1, (blocks, 1)) * error
         mass = rng.dirichlet(np.full(config.num_experts, 2.0), config.num_layers)
         summary = {"damage": ["paper"], "how": "random numbers"}
@@ -88,8 +97,9 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=60)
     parser.add_argument("--vocab", type=int, default=4096)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fallback", action="store_true", help="with 16-bit rows")
     args = parser.parse_args()
-    make(args.out, qwen_shape(args.layers, args.experts, args.vocab), args.seed)
+    make(args.out, qwen_shape(args.layers, args.experts, args.vocab), args.seed, args.fallback)
 
 
 if __name__ == "__main__":
