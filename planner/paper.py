@@ -64,8 +64,8 @@ class PaperPolicy:
     alpha. Confidence and clip bounds come with the heads.
     """
 
-    offload_below: float = 0.01
-    reload_above: float = 0.20
+    offload_below: float = 0.02
+    reload_above: float = 0.10
     period: int = 2
     quantiles: tuple[float, ...] = (0.33, 0.67)
     multipliers: tuple[float, ...] = (0.5, 1.0, 2.0)

@@ -4,11 +4,11 @@ python experiments/decode_speed/run.py [--model DIR] [--random DIR --layers 4] [
 
 One engine a backend (``native`` in C++, ``xla``), each holding all experts at 16 bits; widths are plans that it is
 given, so every width runs in the same compiled programs. transformers gets the same model as a bfloat16 checkpoint,
-exported from the artifact. In a round every width is visited, and all arms take turns there; a ratio is the median over
-turns of the two arms' rates in the same turn, or of two widths in the same round. Beside it the same ratio of the routed experts alone: ``expert_ffn`` of one layer after another on the
-engine's own pages, random choices. Sixteen prompt tokens, ``--tokens`` new ones; prefill is not counted. Needs torch and
-transformers (the ``hf`` extra) unless ``--no-transformers``. Memory: the 16-bit experts twice, and once more for
-transformers.
+exported from the artifact. In a round every width is visited, and all arms take turns there; a ratio is the median
+over turns of the two arms' rates in the same turn, or of two widths in the same round. Beside it the same ratio of the
+routed experts alone: ``expert_ffn`` of one layer after another on the engine's own pages, random choices. Sixteen
+prompt tokens, ``--tokens`` new ones; prefill is not counted. Needs torch and transformers (the ``hf`` extra) unless
+``--no-transformers``. Memory: the 16-bit experts twice, and once more for transformers.
 """
 
 import argparse
@@ -178,8 +178,11 @@ def measure(model: Path | None, checkpoint: Path | None, batch: int, args: argpa
 
 def table(rows: list[dict], bits: list[int]) -> str:
     """Markdown."""
-    lines = ["| batch | bits | native tokens/s | xla | transformers | native / xla | native / transformers | native / its"
-             " widest | experts alone, / widest |", "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines = [
+        "| batch | bits | native tokens/s | xla | transformers | native / xla | native / transformers "
+        "| native / its widest | experts alone, / widest |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
     for row in rows:
         for b in bits:
             rate = row["tokens_per_s"]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from planner import get_policy
 from pwjax import Request, SamplingParams
 from pwjax.engine.eviction import RANGE_PER_SECOND
 from pwjax.engine.sequence import Completion
@@ -74,11 +75,20 @@ def play(artifact, budget_bytes: int, policy: str, product: float, count: int, s
     }  # fmt: skip
 
 
-def costs(rows: dict, names: tuple[str, str]) -> dict:
-    """Product of two costs, each over the least of all rows: no unit joins them, so a percent of one weighs as much
-    as a percent of the other."""
-    least = {name: min(row[name] for row in rows.values()) for name in names}
-    return {key: float(np.prod([row[name] / least[name] for name in names])) for key, row in rows.items()}
+def log_costs(rows: dict, names: tuple[str, str]) -> dict:
+    """Logarithm of the product of two costs, a seed each: no unit joins them, so a percent of one weighs as much as a
+    percent of the other."""
+    return {key: sum(np.log([run[name] for run in runs]) for name in names) for key, runs in rows.items()}
+
+
+def against(cost: dict, default) -> dict:
+    """Cost over that of ``default``, ``(geometric mean, low, high)``: paired by seed, two standard errors."""
+    found = {}
+    for key, values in cost.items():
+        gap = values - cost[default]
+        mean, error = gap.mean(), gap.std(ddof=1) / len(gap) ** 0.5
+        found[key] = [float(value) for value in np.exp([mean, mean - 2 * error, mean + 2 * error])]
+    return found
 
 
 def main() -> None:
@@ -95,28 +105,30 @@ def main() -> None:
     least = memory.smallest_budget_bytes
     budget = int(least + args.budget * (memory.total_bytes - least))
 
-    def mean(policy: str, product: float) -> dict[str, float]:
-        runs = [play(artifact, budget, policy, product, args.requests, seed) for seed in range(args.seeds)]
-        found = {name: float(np.mean([run[name] for run in runs])) for name in runs[0]}
-        print(f"{policy} {product:g}: " + "  ".join(f"{name} {value:.4g}" for name, value in found.items()), flush=True)
+    def runs(policy: str, product: float) -> list[dict[str, float]]:
+        found = [play(artifact, budget, policy, product, args.requests, seed) for seed in range(args.seeds)]
+        mean = {name: np.mean([run[name] for run in found]) for name in found[0]}
+        print(f"{policy} {product:g}: " + "  ".join(f"{name} {value:.4g}" for name, value in mean.items()), flush=True)
         return found
 
-    report: dict = {"settings": vars(args)}
     if args.what == "prefixes":
-        rows = {product: mean("default", product) for product in PRODUCTS}
-        cost, report["costs"] = costs(rows, ("damage", "prompt_tokens")), {}
-        for share in SHARES:
-            own = [cost[min(PRODUCTS, key=lambda product: abs(product - share * ms))] for ms in TOKEN_MS]
-            report["costs"][share] = float(np.exp(np.mean(np.log(own))))
-            mark = "  (the default)" if share == RANGE_PER_SECOND else ""
-            print(f"{share:g} a second: cost {report['costs'][share]:.3f} over {TOKEN_MS} ms a token{mark}")
+        rows = {product: runs("default", product) for product in PRODUCTS}
+        cost = log_costs(rows, ("damage", "prompt_tokens"))
+        nearest = lambda share, ms: min(PRODUCTS, key=lambda product: abs(product - share * ms))  # noqa: E731
+        cost = {share: np.mean([cost[nearest(share, ms)] for ms in TOKEN_MS], axis=0) for share in SHARES}
+        default, unit = RANGE_PER_SECOND, f" a second, over {TOKEN_MS} ms a token"
     else:
-        names = [f"paper:offload_below={low},reload_above={high}" for low, high in MARKS]
-        rows = {name: mean(name, RANGE_PER_SECOND) for name in names}
-        report["costs"] = costs(rows, ("damage", "steps"))
-        for name, cost in report["costs"].items():
-            print(f"{name}: cost {cost:.3f}")
-    report["rows"] = rows
+        rows = {
+            marks: runs(f"paper:offload_below={marks[0]},reload_above={marks[1]}", RANGE_PER_SECOND) for marks in MARKS
+        }
+        cost = log_costs(rows, ("damage", "steps"))
+        policy = get_policy("paper")
+        default, unit = (policy.offload_below, policy.reload_above), ""
+    report = {"settings": vars(args), "default": default, "over_default": {}, "rows": {}}
+    for key, (mean, low, high) in against(cost, default).items():
+        report["over_default"][str(key)] = mean, low, high
+        print(f"{key}{unit}: cost {mean:.3f} [{low:.3f}, {high:.3f}] of the default's")
+    report["rows"] = {str(key): found for key, found in rows.items()}
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
 
