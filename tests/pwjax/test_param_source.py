@@ -69,7 +69,8 @@ def test_quantizing_a_checkpoint_takes_no_more_memory_for_more_layers(tmp_path, 
     rng = np.random.default_rng(0)
     peaks, layer_bytes = [], 0
     for layers in (2, 12):
-        config = replace(tiny_config, num_layers=layers, hidden_size=64, expert_size=64)
+        # So large that a layer's weights weigh more than the names and shapes of ten.
+        config = replace(tiny_config, num_layers=layers, hidden_size=128, expert_size=128)
         params = {n: rng.normal(0, 0.1, s).astype(ml_dtypes.bfloat16) for n, s in param_shapes(config).items()}
         layer_bytes = sum(v.nbytes for n, v in params.items() if n.startswith("layers/")) // layers
         folder = save_hf(tmp_path / f"hf{layers}", config, unflatten(params))
