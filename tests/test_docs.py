@@ -65,6 +65,12 @@ def test_readme_python_runs(beside_model, capsys, monkeypatch, quick_programs):
     assert "release" in capsys.readouterr().out
 
 
+def test_evaluation_python_runs(capsys):
+    found = run_python("docs/evaluation.md")["found"]
+    assert found["interval_95"][0] <= found["difference"] <= found["interval_95"][1]
+    assert "nats a token, 95 %" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_library_python_runs(beside_model, capsys):
     names = run_python("docs/library.md")

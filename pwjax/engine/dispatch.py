@@ -40,8 +40,9 @@ class Dispatcher:
         sequence.kv_tokens += count
         return sampled, stats
 
-    def score(self, sequence: Sequence) -> tuple[np.ndarray, RoutingStats]:
-        """The next chunk of a sequence: float32[count] log-probabilities of the tokens that follow those of it.
+    def score(self, sequence: Sequence) -> tuple[np.ndarray, np.ndarray, RoutingStats]:
+        """The next chunk of a sequence: float32[count] log-probabilities of the tokens that follow those of it, and its
+        final hidden states float32[count, H].
 
         Compiled when it is first asked for; BudgetError where its program does not fit beside the arena.
         """
@@ -53,12 +54,12 @@ class Dispatcher:
         tokens, targets = (_padded(sequence.tokens(at, count), bucket) for at in (start, start + 1))
         slots = self._slots([sequence], [count])
         with parts.meter.prefill.timed():
-            logprobs, rows, stats = self._run(key, tokens, targets, np.int32(sequence.slot), slots)
+            scored, rows, stats = self._run(key, tokens, targets, np.int32(sequence.slot), slots)
             self._commit(parts.kv.places(sequence.slot, start, count, bucket), rows)
-            logprobs = self._result(key, logprobs)
+            logprobs, hidden = self._result(key, scored)
         parts.meter.prefill.tokens += count
         sequence.kv_tokens += count
-        return logprobs[:count], stats
+        return logprobs[:count], hidden[:count], stats
 
     def decode(self, running: Seq[Sequence | None], limits: Seq[int]) -> tuple[Sampled, RoutingStats]:
         """Up to ``limits[slot]`` tokens of the sequence in every slot, None sits out; the tokens are on the host."""

@@ -175,7 +175,7 @@ class Engine:
 
     def _score(self, sequence: Sequence) -> list[Piece | Completion]:
         del sequence.scores[sequence.kv_tokens :]  # of a sequence that was preempted: they are computed again
-        logprobs, stats = self._dispatcher.score(sequence)
+        logprobs, _, stats = self._dispatcher.score(sequence)
         self.boundaries.routing.add(stats, sequence)
         sequence.scores += logprobs.tolist()
         if sequence.kv_tokens < sequence.prefill_target:

@@ -150,8 +150,9 @@ def prefill(shapes: StepShapes, params: Any, arena, table: PageTable, kv_tables,
 def score(shapes: StepShapes, params: Any, arena, table: PageTable, kv_tables, tokens, targets, slot, slots: Slots):
     """As :func:`prefill`, but log-probabilities of given tokens in place of a new one.
 
-    ``targets`` int32[1, C] follow ``tokens``. Returns ``(float32[C], rows, RoutingStats)``; the head runs on as many
-    tokens at a time as there are slots, so that logits take no more room than in :func:`decode`.
+    ``targets`` int32[1, C] follow ``tokens``. Returns ``((log-probabilities float32[C], final hidden states
+    float32[C, H]), rows, RoutingStats)``; the head runs on as many tokens at a time as there are slots, so that logits
+    take no more room than in :func:`decode`.
     """
     out = _chunk(shapes, params, arena, table, kv_tables, tokens, slot, slots)
     count, rows = tokens.shape[1], min(SCORE_ROWS, shapes.slots)
@@ -163,7 +164,7 @@ def score(shapes: StepShapes, params: Any, arena, table: PageTable, kv_tables, t
         return jnp.take_along_axis(scores, part[1][:, None], axis=-1)[:, 0] - jax.nn.logsumexp(scores, axis=-1)
 
     logprobs = lax.map(head, (hidden.reshape(-1, rows, hidden.shape[-1]), wanted.reshape(-1, rows)))
-    return logprobs.reshape(-1)[:count], _rows(out.fresh), out.stats
+    return (logprobs.reshape(-1)[:count], out.hidden[0]), _rows(out.fresh), out.stats
 
 
 def _chunk(shapes: StepShapes, params: Any, arena, table: PageTable, kv_tables, tokens, slot, slots: Slots) -> Output:

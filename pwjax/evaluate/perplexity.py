@@ -11,6 +11,8 @@ from pwjax.checkpoints.artifact import Artifact
 from pwjax.engine.text import Tokenizer
 from pwjax.environment import versions
 from pwjax.errors import ArtifactError, PWJaxError, UsageError
+from pwjax.evaluate.comparison import Run, head_hash, ratio_stderr, windows_hash
+from pwjax.evaluate.pressure import KVTrace, PressureScorer
 from pwjax.evaluate.program import Report
 from pwjax.evaluate.scorer import BATCH, Scorer, checked_window
 from pwjax.evaluate.texts import Document, heldout_documents
@@ -23,22 +25,30 @@ STDERR = "perplexity times the standard error of the mean NLL, a ratio estimate 
 
 @dataclass(frozen=True, eq=False)
 class Perplexity:
-    """What a model makes of a text.
+    """What a model makes of texts.
 
     ``window_nll`` float64[n] nats and ``window_tokens`` int64[n]: sums over the scored tokens of each window, the same
-    windows for every model with this tokenizer, so two results can be compared pairwise. ``bytes``: UTF-8 bytes of
-    the scored tokens. ``settings``: everything else that a report states, JSON-ready.
+    windows for every model with this tokenizer, so two results can be compared pairwise. ``window_bytes`` int64[n]:
+    UTF-8 bytes of the scored tokens; ``window_text`` int64[n]: index into ``settings["text"]``. ``settings``:
+    everything else that a report states, JSON-ready. ``run``: what is kept for comparisons, where that was asked for.
     """
 
     window_nll: np.ndarray
     window_tokens: np.ndarray
-    bytes: int
+    window_bytes: np.ndarray
+    window_text: np.ndarray
     settings: dict
+    run: Run | None = None
 
     @property
     def tokens(self) -> int:
         """Scored tokens."""
         return int(self.window_tokens.sum())
+
+    @property
+    def bytes(self) -> int:
+        """UTF-8 bytes of the scored tokens."""
+        return int(self.window_bytes.sum())
 
     @property
     def mean_nll(self) -> float:
@@ -52,33 +62,43 @@ class Perplexity:
 
     @property
     def stderr(self) -> float | None:
-        """Standard error of the perplexity; None where there is only one window.
-
-        Tokens of a window depend on each other, so the windows are the samples: with residuals
-        ``r = window_nll - mean_nll * window_tokens``, ``var(mean) = n/(n-1) * sum(r^2) / tokens^2`` (delta method).
-        """
-        count = len(self.window_nll)
-        if count < 2:
-            return None
-        residual = self.window_nll - self.mean_nll * self.window_tokens
-        return self.perplexity * math.sqrt(count / (count - 1) * float((residual**2).sum())) / self.tokens
+        """Standard error of the perplexity, windows being the samples; None where there is only one."""
+        error = ratio_stderr(self.window_nll, self.window_tokens)
+        return None if error is None else self.perplexity * error
 
     @property
     def bits_per_byte(self) -> float:
         """Bits that the scored tokens take, by the byte of their text."""
         return float(self.window_nll.sum()) / math.log(2) / self.bytes
 
-    def to_json(self) -> dict:
-        """The object that ``pwjax ppl --json`` prints."""
+    def of_text(self, index: int) -> "Perplexity":
+        """The windows of one text."""
+        own = self.window_text == index
+        arrays = (self.window_nll, self.window_tokens, self.window_bytes, self.window_text)
+        return Perplexity(*(array[own] for array in arrays), self.settings)
+
+    def figures(self) -> dict:
+        """Perplexity, standard error, bits per byte and what they count, JSON-ready."""
         return {
             "perplexity": self.perplexity,
             "stderr": self.stderr,
             "bits_per_byte": self.bits_per_byte,
             "tokens": self.tokens,
             "bytes": self.bytes,
-            **self.settings,
             "windows": len(self.window_nll),
+        }
+
+    def to_json(self) -> dict:
+        """The object that ``pwjax ppl --json`` prints; ``window_*`` are the raw samples."""
+        names = self.settings["text"]
+        return {
+            **self.figures(),
+            **self.settings,
             "stderr_method": STDERR,
+            "texts": [{"name": name, **self.of_text(i).figures()} for i, name in enumerate(names)],
+            "window_nll": self.window_nll.tolist(),
+            "window_tokens": self.window_tokens.tolist(),
+            "window_text": self.window_text.tolist(),
         }
 
 
@@ -93,13 +113,19 @@ def measure_perplexity(
     stride: int | None = None,
     max_tokens: int | None = None,
     batch: int = BATCH,
+    kv_trace: KVTrace | None = None,
+    kv_dtype: str = "bfloat16",
+    keep: bool = False,
     report: Report | None = None,
     progress: Progress = silent,
 ) -> Perplexity:
     """Perplexity of ``model`` on ``documents`` (None: held-out modules of the standard library).
 
-    ``window``, ``stride``: see :mod:`pwjax.evaluate.windows`; ``max_tokens`` of text in all; ``report`` is told what
-    is compiled; the rest as in :meth:`Scorer.load`. UsageError, BudgetError, ArtifactError.
+    ``window``, ``stride``: see :mod:`pwjax.evaluate.windows`; ``max_tokens`` of each text. Without ``kv_trace``,
+    windows are seen whole (``batch`` at a time, :meth:`Scorer.load`); with it they go through the engine while a KV
+    cache of ``kv_dtype`` grows beside them (:mod:`pwjax.evaluate.pressure`), and any ``policy`` may move precision.
+    ``keep``: have a :class:`Run` to compare with; ``report`` is told what is compiled. UsageError, BudgetError,
+    ArtifactError.
     """
     artifact = model if isinstance(model, Artifact) else open_model(model)
     config = artifact.config
@@ -113,24 +139,45 @@ def measure_perplexity(
         raise UsageError(f"--stride must be from 1 to the window of {window} tokens, got {stride}")
     stride = min(stride, room)
     documents = heldout_documents() if documents is None else documents
-    windows, names = _windows(documents, tokenizer, config.vocab_size, window, stride, bos, max_tokens)
-    with Scorer.load(
-        artifact, memory_budget, bits=bits, policy=policy, window=window, batch=batch, report=report,
-        progress=lambda done, total: progress("loading blocks", done, total),
-    ) as scorer:  # fmt: skip
-        scores = scorer.score([w.tokens for w in windows], lambda done, total: progress("scoring windows", done, total))
-        # A prediction of token i is at place i - 1.
-        sums = [float(nll[w.first - 1 :].sum(dtype=np.float64)) for w, nll in zip(windows, scores, strict=True)]
+    windows, owners, names = _windows(documents, tokenizer, config.vocab_size, window, stride, bos, max_tokens)
+    loading = lambda done, total: progress("loading blocks", done, total)  # noqa: E731
+    if kv_trace is None:
+        scorer = Scorer.load(
+            artifact, memory_budget, bits=bits, policy=policy, window=window, batch=batch, hidden=keep, report=report,
+            progress=loading,
+        )  # fmt: skip
+    else:
+        scorer = PressureScorer.load(
+            artifact, memory_budget, kv_trace, window=window, bits=bits, policy=policy, kv_dtype=kv_dtype,
+            report=report, progress=loading,
+        )  # fmt: skip
+    sums, hidden = [], []
+    with scorer:
+        tokens = [w.tokens for w in windows]
+        scored = scorer.score(tokens, lambda done, total: progress("scoring windows", done, total))
+        for w, one in zip(windows, scored, strict=True):
+            # A prediction of token i is at place i - 1.
+            sums.append(float(one.nll[w.first - 1 :].sum(dtype=np.float64)))
+            if keep:
+                hidden.append(one.hidden[w.first - 1 :])
         if not np.isfinite(sums).all():
             raise PWJaxError("the model gives likelihoods that are not finite; its parameters may be damaged")
-        settings = _settings(scorer) | {
+        settings = scorer.settings() | {
+            "policy": "fixed" if bits is not None else policy,
             "stride": stride,
             "bos": "none" if bos is None else "every window",
             "bos_token_id": bos,
             "text": names,
+            "windows_sha256": windows_hash(windows),
+            "versions": versions(),
         }
-    count = np.array([len(w.tokens) - w.first for w in windows])
-    return Perplexity(np.array(sums), count, sum(w.bytes for w in windows), settings)
+    count, size = np.array([len(w.tokens) - w.first for w in windows]), np.array([w.bytes for w in windows])
+    run = None
+    if keep:
+        run = Run(
+            np.array(sums), count, np.concatenate(hidden), settings["windows_sha256"], head_hash(artifact), settings
+        )
+    return Perplexity(np.array(sums), count, size, owners, settings, run)
 
 
 def _windows(
@@ -141,41 +188,21 @@ def _windows(
     stride: int,
     bos: int | None,
     max_tokens: int | None,
-) -> tuple[list[Window], list[str]]:
-    """Windows of all documents, and which those are; UsageError where they hold nothing that can be predicted."""
-    windows, names, left = [], [], max_tokens
+) -> tuple[list[Window], np.ndarray, list[str]]:
+    """Windows of all documents, the index of each one's document int64[n], and the names of these documents.
+
+    UsageError where they hold nothing that can be predicted.
+    """
+    windows, owners, names = [], [], []
     for document in documents:
         tokens = tokenize(document, tokenizer, vocab_size)
-        if left is not None:
-            tokens = type(tokens)(tokens.ids[:left], tokens.ends[:left])
-            left -= len(tokens.ids)
+        if max_tokens is not None:
+            tokens = type(tokens)(tokens.ids[:max_tokens], tokens.ends[:max_tokens])
         own = list(cut(tokens, window, stride, bos))
         if own:
+            owners += [len(names)] * len(own)
             windows += own
             names.append(document.name)
     if not windows or not sum(w.bytes for w in windows):
         raise UsageError("the text is too short: it takes at least two tokens, one to be predicted from the other")
-    return windows, names
-
-
-def _settings(scorer: Scorer) -> dict:
-    plan, memory = scorer.plan, scorer.memory
-    histogram = {str(b): n for b, n in plan.table.histogram(plan.bits).items()}
-    return {
-        # One width for all blocks, or null for a mixed plan.
-        "bits": int(plan.bits[0]) if np.all(plan.bits == plan.bits[0]) else None,
-        "mean_bits": plan.table.mean_bits(plan.bits),
-        "histogram": histogram,
-        "memory": {
-            "budget_bytes": memory.budget_bytes,
-            "peak_bytes": scorer.peak_bytes,
-            **memory.rows,
-            "page_bytes": memory.page_bytes,
-            "pages_total": memory.num_pages,
-            "smallest_budget_bytes": memory.smallest_budget_bytes,
-        },
-        "window": scorer.shapes.window,
-        "batch": scorer.shapes.batch,
-        "kv_dtype": "float32",
-        "versions": versions(),
-    }
+    return windows, np.array(owners), names

@@ -34,12 +34,16 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ScoreShapes:
-    """Everything static about the program: ``batch`` windows of ``window`` tokens."""
+    """Everything static about the program: ``batch`` windows of ``window`` tokens.
+
+    ``hidden``: it returns the final hidden states too, from which a distribution can be had again.
+    """
 
     config: ModelConfig
     geometry: Geometry
     batch: int
     window: int
+    hidden: bool = False
 
     @property
     def name(self) -> str:
@@ -49,8 +53,9 @@ class ScoreShapes:
 
 def token_nll(
     shapes: ScoreShapes, params: dict, arena: jax.Array, table: PageTable, tokens: jax.Array, lengths: jax.Array
-) -> jax.Array:
-    """Negative log-likelihood float32[B, W-1] of each next token of ``tokens`` int32[B, W], in nats.
+) -> tuple[jax.Array, ...]:
+    """Negative log-likelihood float32[B, W-1] of each next token of ``tokens`` int32[B, W], in nats, and where
+    ``shapes.hidden`` the hidden states float32[B, W-1, H] that predict it.
 
     ``lengths`` int32[B]: tokens of each window, padding on the right; what is past the end is 0.
     """
@@ -67,12 +72,13 @@ def token_nll(
 
     nll = lax.map(head, (rows.reshape(-1, HEAD_TOKENS, rows.shape[-1]), targets.reshape(-1, HEAD_TOKENS)))
     nll = nll.reshape(-1)[: nll.size - pad].reshape(hidden.shape[:2])
-    return jnp.where(jnp.arange(nll.shape[1]) < lengths[:, None] - 1, nll, 0.0)
+    nll = jnp.where(jnp.arange(nll.shape[1]) < lengths[:, None] - 1, nll, 0.0)
+    return (nll, hidden) if shapes.hidden else (nll,)
 
 
 @lru_cache(maxsize=8)
 def compile_score(shapes: ScoreShapes, num_pages: int) -> jax.stages.Compiled:
-    """Program ``(params, arena, table, tokens, lengths) -> nll`` of :func:`token_nll`."""
+    """Program ``(params, arena, table, tokens, lengths) -> (nll, ...)`` of :func:`token_nll`."""
     spec: Any = jax.ShapeDtypeStruct  # stands for arrays wherever these are declared
     config, geometry = shapes.config, shapes.geometry
     blocks = (config.num_layers, config.num_experts, 2)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -21,6 +22,14 @@ from pwjax.units import parse_bytes
 BATCH = 4
 WINDOW = 1024
 POLICIES = ("static", "uniform")
+
+
+class Scored(NamedTuple):
+    """One window: ``nll`` float32[n-1] nats of each token after the first, and ``hidden`` float32[n-1, H], the final
+    hidden states that predict them, None where they are not asked for."""
+
+    nll: np.ndarray
+    hidden: np.ndarray | None
 
 
 class Scorer:
@@ -51,13 +60,15 @@ class Scorer:
         policy: str = "static",
         window: int | None = None,
         batch: int = BATCH,
+        hidden: bool = False,
         report: Report | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> "Scorer":
         """Load ``model`` (None: the bundled one) at ``bits``, or at the best bits that fit the budget.
 
         ``policy``: ``static`` chooses bits block by block, ``uniform`` one width for all. ``window`` tokens, at most
-        the model's positions; ``batch`` windows a dispatch, fewer where the budget asks for it. Without ``bits`` and
+        the model's positions; ``batch`` windows a dispatch, fewer where the budget asks for it; ``hidden``: keep final
+        hidden states, for comparisons. Without ``bits`` and
         budget the model is at its widest. BudgetError with the smallest budget that works, UsageError, ArtifactError.
         """
         meter = Meter()
@@ -68,23 +79,23 @@ class Scorer:
             raise UsageError(f"--batch must be at least 1, got {batch}")
         if policy not in POLICIES:
             raise UsageError(
-                f"--policy {policy!r} cannot score text: there is no KV cache, so nothing moves; "
-                f"choose from {', '.join(POLICIES)}"
+                f"--policy {policy} moves under memory pressure, and whole windows have no KV cache; "
+                f"add --kv-trace 16, or choose from {', '.join(POLICIES)}"
             )
         fixed, budget = checked_bits(bits, table), None if memory_budget is None else parse_bytes(memory_budget)
 
         def measure(shapes: ScoreShapes) -> tuple[MemoryPlan, Plan]:
             return plan_scoring(shapes, table, budget, fixed, policy, report)
 
-        chosen = shrink_batch(ScoreShapes(config, artifact.geometry, batch, window), measure)
+        chosen = shrink_batch(ScoreShapes(config, artifact.geometry, batch, window, hidden), measure)
         if report:
             report(chosen[0].name)
         return cls(artifact, *chosen, meter, progress)
 
     def score(
         self, windows: Sequence[np.ndarray], progress: Callable[[int, int], None] | None = None
-    ) -> Iterator[np.ndarray]:
-        """Negative log-likelihoods float32[len-1] of each window's tokens after its first, in order.
+    ) -> Iterator[Scored]:
+        """Every window, in order.
 
         ``windows``: token ids int[len], ``2 <= len <= window``. ``progress(windows, all windows)``.
         """
@@ -96,16 +107,38 @@ class Scorer:
                 tokens[row, : len(window)], lengths[row] = window, len(window)
             inputs = jax.device_put((tokens, lengths))
             self._meter.observe(self._program_bytes)
-            nll = jax.device_get(self._program(weights.params, weights.arena.array, weights.page_table.table, *inputs))
+            out = jax.device_get(self._program(weights.params, weights.arena.array, weights.page_table.table, *inputs))
             if progress:
                 progress(start + len(group), len(windows))
             for row, window in enumerate(group):
-                yield nll[row, : len(window) - 1]
+                nll, *hidden = (array[row, : len(window) - 1].copy() for array in out)
+                yield Scored(nll, hidden[0] if hidden else None)
 
     @property
     def peak_bytes(self) -> int:
         """Measured so far: live buffers plus the running program's, or the device's own figure where it has one."""
         return max(self._meter.peak_bytes, self._meter.device_peak() or 0)
+
+    def settings(self) -> dict:
+        """What a report states of memory and precision, JSON-ready."""
+        plan, memory = self.plan, self.memory
+        return {
+            # One width for all blocks, or null for a mixed plan.
+            "bits": int(plan.bits[0]) if np.all(plan.bits == plan.bits[0]) else None,
+            "mean_bits": plan.table.mean_bits(plan.bits),
+            "histogram": {str(b): n for b, n in plan.table.histogram(plan.bits).items()},
+            "memory": {
+                "budget_bytes": memory.budget_bytes,
+                "peak_bytes": self.peak_bytes,
+                **memory.rows,
+                "page_bytes": memory.page_bytes,
+                "pages_total": memory.num_pages,
+                "smallest_budget_bytes": memory.smallest_budget_bytes,
+            },
+            "window": self.shapes.window,
+            "batch": self.shapes.batch,
+            "kv_dtype": "float32",
+        }
 
     def close(self) -> None:
         """Free the device memory; harmless when done twice."""

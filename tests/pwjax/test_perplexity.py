@@ -85,11 +85,11 @@ def test_bytes_of_tokens_add_up_to_the_text(tokenizer):
 def test_standard_error_treats_windows_as_samples():
     rng = np.random.default_rng(0)
     means = rng.normal(2, 0.3, 200)
-    result = Perplexity(means * 50, np.full(200, 50), 20_000, {})
+    result = Perplexity(means * 50, np.full(200, 50), np.full(200, 100), np.zeros(200), {})
     assert result.perplexity == pytest.approx(math.exp(means.mean()))
     assert result.stderr == pytest.approx(result.perplexity * means.std(ddof=1) / math.sqrt(200))
     assert result.bits_per_byte == pytest.approx(means.sum() * 50 / math.log(2) / 20_000)
-    assert Perplexity(np.array([5.0]), np.array([3]), 9, {}).stderr is None
+    assert Perplexity(np.array([5.0]), np.array([3]), np.array([9]), np.zeros(1), {}).stderr is None
 
 
 # The model
@@ -129,7 +129,7 @@ def test_budget_is_kept_and_the_smallest_is_exact(tiny_artifact):
     window = np.arange(20) + 5
     with Scorer.load(tiny_artifact, smallest, **SHAPE) as scorer:
         assert scorer.shapes.batch == 1 and set(scorer.plan.bits) == {2}
-        assert [nll.shape for nll in scorer.score([window, window[:2]])] == [(19,), (1,)]
+        assert [one.nll.shape for one in scorer.score([window, window[:2]])] == [(19,), (1,)]
         assert scorer.peak_bytes <= smallest
     with Scorer.load(tiny_artifact, smallest + 60 * 256, **SHAPE) as scorer:  # 60 pages more: mixed bits
         assert scorer.plan.pages_after <= 108 and len(set(scorer.plan.bits)) > 1 and scorer.memory.fits
@@ -195,11 +195,29 @@ def test_command(capsys, tiny_artifact, tmp_path):
     budget = facts["memory"]["budget_bytes"] - 90 * 256
     code, out, _ = run(capsys, *base, "--max-tokens", 100, "--memory-budget", budget, "--json")
     mixed = json.loads(out)
-    assert code == 0 and mixed["bits"] is None and 2 < mixed["mean_bits"] < 16 and mixed["tokens"] == 96
-    assert mixed["text_source"].startswith("standard library of Python 3") and mixed["text"] == ["statistics.py"]
+    assert code == 0 and mixed["bits"] is None and 2 < mixed["mean_bits"] < 16 and mixed["tokens"] == 96 * 7
+    assert mixed["text_source"].startswith("standard library of Python 3")
+    assert mixed["text"][0] == "statistics.py" and [t["tokens"] for t in mixed["texts"]] == [96] * 7
     code, out, _ = run(capsys, *base, "--max-bytes", 90, "--bits", 16)
     assert code == 0 and "perplexity" in out and "held out from the bundled model: statistics.py" in out
     assert str(Path.home()) not in out
+
+
+def test_command_under_pressure_and_against_another_run(
+    capsys, tiny_artifact, tmp_path, budget_for, quick_programs
+):
+    budget = budget_for(tiny_artifact, 200, batch=3, context=32, chunks=(32,))
+    base = ("--model", tiny_artifact, "--window", 32, "--max-tokens", 64, "--quiet", "--kv-trace", 3)
+    run_file = tmp_path / "run.npz"
+    argv = (*base, "--memory-budget", budget, "--policy", "default", "--vs", 16, "--save", run_file, "--json")
+    code, out, err = run(capsys, *argv)
+    facts = json.loads(out)
+    assert code == 0 and err == "" and run_file.exists()
+    assert facts["kv_trace"]["sequences"] == 3 and facts["policy"] == "default" and facts["kv_dtype"] == "bfloat16"
+    assert facts["memory"]["peak_bytes"] <= budget and len(facts["window_nll"]) == facts["windows"] == 14
+    assert facts["vs"]["reference"] == "16" and facts["vs"]["kl"] > 0 and facts["vs"]["nll"]["interval_95"]
+    code, out, _ = run(capsys, *base, "--memory-budget", budget, "--policy", "default", "--vs", run_file)
+    assert code == 0 and "KL 0.000000 ± 0.000000 nats a token" in out and "KV trace       3 sequences" in out
 
 
 def test_bad_values(capsys, tiny_artifact, tmp_path):
@@ -213,7 +231,11 @@ def test_bad_values(capsys, tiny_artifact, tmp_path):
         ((*model, "--window", 16, "--stride", 17), 2, "--stride must be from 1 to the window of 16 tokens"),
         ((*model, "--text", tmp_path / "none.txt"), 2, "cannot read the text"),
         ((*model, "--text", short), 2, "too short"),
-        ((*model, "--policy", "default"), 2, "'default' is not one of 'static', 'uniform'"),
+        ((*model, "--policy", "default"), 2, "add --kv-trace 16, or choose from static, uniform"),
+        ((*model, "--policy", "nope", "--kv-trace", 2), 2, "unknown policy 'nope'"),
+        ((*model, "--kv-trace", "nowhere"), 2, "a number of sequences or a JSONL file of arrivals, got 'nowhere'"),
+        ((*model, "--vs", 7), 2, "this model has no 7 bits for --vs"),
+        ((*model, "--vs", "nowhere.npz"), 2, "cannot read the run nowhere.npz: No such file"),
         (("--model", tmp_path / "no.pw"), 1, "no.pw"),
     ]:
         got, out, err = run(capsys, *argv)
