@@ -20,7 +20,10 @@ ROOMS = {
 PACKAGES = ("pallas_kernels", "planner", "calib", "pwjax")
 OURS = set(ROOMS) | {"tests"}
 # They come with extras, some only where a GPU is: a base installation must import every module without them.
-OPTIONAL = {"jax_triton", "triton", "torch", "transformers", "matplotlib", "lm_eval", "jinja2", "psutil"}
+OPTIONAL = {
+    "jax_triton", "triton", "torch", "transformers", "matplotlib", "lm_eval", "rouge_score", "jieba", "jinja2",
+    "psutil",
+}  # fmt: skip
 # A plan is a function of numbers: no devices, and no clock that would make it unrepeatable.
 FORBIDDEN = {"planner": {"jax", "jaxlib", "flax", "optax", "orbax", "time", "datetime", "random"}}
 

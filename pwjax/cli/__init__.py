@@ -25,6 +25,7 @@ COMMANDS = {
     "plan": ("pwjax.cli.plan", "Show what fits a memory budget, without loading weights."),
     "calibrate": ("pwjax.cli.calibrate", "Check what fewer bits cost, block by block."),
     "ppl": ("pwjax.cli.ppl", "Measure perplexity on text."),
+    "eval": ("pwjax.cli.eval", "Score tasks on local files."),
     "bench": ("pwjax.cli.bench", "Measure how fast the kernels are here."),
     "inspect": ("pwjax.cli.inspect", "Summarize or verify a quantized model."),
     "replay": ("pwjax.cli.replay", "Repeat a logged run and compare every token."),

@@ -7,6 +7,8 @@ scorer       Scorer: log-likelihood of every token, experts read from the arena 
 pressure     KVTrace, PressureScorer: the same through the engine, while a KV cache grows and precision moves
 perplexity   Perplexity, measure_perplexity: perplexity with its standard error, bits per byte
 comparison   Run, compare, paired_difference: two runs over the same windows
+metrics      official metrics of tasks, pure functions of texts
+tasks, run_tasks   read_items, run_items: tasks on local files through an engine
 divergence   Divergence: KL divergence of any plan from 16 bits, a plan being a page table and nothing else
 sampled_plans, measurements, truth   check_truth: is predicted damage what running the model loses?
 """
