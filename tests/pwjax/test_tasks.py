@@ -65,8 +65,12 @@ def test_needles(tiny_tokenizer):
     tokenizer, text = Tokenizer.load(tiny_tokenizer), "The quick brown fox jumps over the lazy dog. " * 40
     rows = needle_rows(text, tokenizer, 300, 5)
     assert rows == needle_rows(text, tokenizer, 300, 5) and [r["depth"] for r in rows] == [0, 0.25, 0.5, 0.75, 1]
-    places = [row["context"].index(row["needle"]) / len(row["context"]) for row in rows]
-    assert np.abs(np.subtract(places, [0, 0.25, 0.5, 0.75, 1])).max() < 0.1  # a sentence at most
+    for row in rows:
+        # In front of a sentence: of the text before it, less than one is missing.
+        place = row["context"].index(row["needle"])
+        whole = len(row["context"]) - len(row["needle"]) - 1
+        assert place == 0 or row["context"][place - 2 : place] == ". "
+        assert row["depth"] * whole - 48 < place <= row["depth"] * whole + 16
     for row in rows:
         assert row["answer"] in row["needle"] and row["context"].count(row["answer"]) == 1
     with pytest.raises(UsageError, match="tokens, a needle test of 9999 needs as many"):
