@@ -12,7 +12,7 @@ import numpy as np
 from pwjax.engine.parts import Parts
 from pwjax.engine.sampling import SamplingArrays
 from pwjax.engine.sequence import Sequence
-from pwjax.engine.steps import STOP_IDS, Sampled, Slots, compile_step
+from pwjax.engine.steps import STOP_IDS, Given, Sampled, Slots, compile_step
 from pwjax.errors import BudgetError
 from pwjax.memory import program_memory
 from pwjax.models import RoutingStats
@@ -40,9 +40,8 @@ class Dispatcher:
         sequence.kv_tokens += count
         return sampled, stats
 
-    def score(self, sequence: Sequence) -> tuple[np.ndarray, np.ndarray, RoutingStats]:
-        """The next chunk of a sequence: float32[count] log-probabilities of the tokens that follow those of it, and its
-        final hidden states float32[count, H].
+    def score(self, sequence: Sequence) -> tuple[Given, RoutingStats]:
+        """The next chunk of a sequence: what is found, on the host, of the ``count`` tokens that follow those of it.
 
         Compiled when it is first asked for; BudgetError where its program does not fit beside the arena.
         """
@@ -54,12 +53,12 @@ class Dispatcher:
         tokens, targets = (_padded(sequence.tokens(at, count), bucket) for at in (start, start + 1))
         slots = self._slots([sequence], [count])
         with parts.meter.prefill.timed():
-            scored, rows, stats = self._run(key, tokens, targets, np.int32(sequence.slot), slots)
+            given, rows, stats = self._run(key, tokens, targets, np.int32(sequence.slot), slots)
             self._commit(parts.kv.places(sequence.slot, start, count, bucket), rows)
-            logprobs, hidden = self._result(key, scored)
+            given = self._result(key, given)
         parts.meter.prefill.tokens += count
         sequence.kv_tokens += count
-        return logprobs[:count], hidden[:count], stats
+        return Given(*(a[:count] for a in given)), stats
 
     def decode(self, running: Seq[Sequence | None], limits: Seq[int]) -> tuple[Sampled, RoutingStats]:
         """Up to ``limits[slot]`` tokens of the sequence in every slot, None sits out; the tokens are on the host."""

@@ -174,13 +174,16 @@ class Engine:
         return self._push(sequence, sampled, 0)
 
     def _score(self, sequence: Sequence) -> list[Piece | Completion]:
-        del sequence.scores[sequence.kv_tokens :]  # of a sequence that was preempted: they are computed again
-        logprobs, _, stats = self._dispatcher.score(sequence)
+        for computed in (sequence.scores, sequence.greedy):
+            del computed[sequence.kv_tokens :]  # of a sequence that was preempted: they are computed again
+        given, stats = self._dispatcher.score(sequence)
         self.boundaries.routing.add(stats, sequence)
-        sequence.scores += logprobs.tolist()
+        sequence.scores += given.logprob.tolist()
+        sequence.greedy += given.greedy.tolist()
         if sequence.kv_tokens < sequence.prefill_target:
             return []
         sequence.scores.pop()  # nothing follows the last token
+        sequence.greedy.pop()
         sequence.finish_reason = "score"
         self.scheduler.release(sequence)
         self.boundaries.log("finish", **sequence.ended("score"))

@@ -15,7 +15,8 @@ class Completion:
     ``finish_reason`` is ``stop`` (end of sequence, stop token or stop string), ``length`` (``max_tokens`` or the
     context), or ``refused`` (``error`` says why; a request that had begun keeps what it had). ``token_ids`` are all
     generated tokens, the one that stopped it included. ``logprobs``, if asked for, has one entry a token:
-    ``{"token_id", "logprob", "top": [[id, logprob]]}``. A scored request ends with ``score`` and has ``scores``.
+    ``{"token_id", "logprob", "top": [[id, logprob]]}``. A scored request ends with ``score`` and has ``scores``, and
+    ``greedy``: whether each token was the likeliest.
     """
 
     id: str | int
@@ -28,11 +29,12 @@ class Completion:
     logprobs: list[dict] | None = None
     error: str | None = None
     scores: list[float] | None = None
+    greedy: list[bool] | None = None
 
     def to_json(self) -> dict:
         """Plain dictionary; ``logprobs`` and ``error`` only where there are any."""
         data = dict(self.__dict__)
-        for optional in ("logprobs", "error", "scores"):
+        for optional in ("logprobs", "error", "scores", "greedy"):
             if data[optional] is None:
                 del data[optional]
         return data
@@ -68,6 +70,7 @@ class Sequence:
     generated: list[int] = field(default_factory=list)
     logprobs: list[dict] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
+    greedy: list[bool] = field(default_factory=list)
     shadow_share: float = 0.0
     shadow: list[list] = field(default_factory=list)
     finish_reason: str | None = None
@@ -154,6 +157,7 @@ class Sequence:
             generated_tokens=len(self.generated),
             logprobs=self.logprobs if self.request.sampling.logprobs is not None else None,
             scores=self.scores if self.request.score else None,
+            greedy=self.greedy if self.request.score else None,
         )
 
 

@@ -97,6 +97,15 @@ class Sampled(NamedTuple):
     live: jax.Array
 
 
+class Given(NamedTuple):
+    """Of given tokens: ``logprob`` float32[C], ``greedy`` bool[C] whether it is the likeliest, and ``hidden``
+    float32[C, H], the final hidden states that predict them."""
+
+    logprob: jax.Array
+    greedy: jax.Array
+    hidden: jax.Array
+
+
 class Slots(NamedTuple):
     """Per-slot arguments of a dispatch, all of length S (1 for prefill).
 
@@ -150,9 +159,8 @@ def prefill(shapes: StepShapes, params: Any, arena, table: PageTable, kv_tables,
 def score(shapes: StepShapes, params: Any, arena, table: PageTable, kv_tables, tokens, targets, slot, slots: Slots):
     """As :func:`prefill`, but log-probabilities of given tokens in place of a new one.
 
-    ``targets`` int32[1, C] follow ``tokens``. Returns ``((log-probabilities float32[C], final hidden states
-    float32[C, H]), rows, RoutingStats)``; the head runs on as many tokens at a time as there are slots, so that logits
-    take no more room than in :func:`decode`.
+    ``targets`` int32[1, C] follow ``tokens``. Returns ``(Given, rows, RoutingStats)``; the head runs on as many tokens
+    at a time as there are slots, so that logits take no more room than in :func:`decode`.
     """
     out = _chunk(shapes, params, arena, table, kv_tables, tokens, slot, slots)
     count, rows = tokens.shape[1], min(SCORE_ROWS, shapes.slots)
@@ -161,10 +169,12 @@ def score(shapes: StepShapes, params: Any, arena, table: PageTable, kv_tables, t
 
     def head(part):
         scores = logits(shapes.config, params, part[0])
-        return jnp.take_along_axis(scores, part[1][:, None], axis=-1)[:, 0] - jax.nn.logsumexp(scores, axis=-1)
+        own = jnp.take_along_axis(scores, part[1][:, None], axis=-1)[:, 0]
+        return own - jax.nn.logsumexp(scores, axis=-1), scores.argmax(axis=-1) == part[1]
 
-    logprobs = lax.map(head, (hidden.reshape(-1, rows, hidden.shape[-1]), wanted.reshape(-1, rows)))
-    return (logprobs.reshape(-1)[:count], out.hidden[0]), _rows(out.fresh), out.stats
+    found = lax.map(head, (hidden.reshape(-1, rows, hidden.shape[-1]), wanted.reshape(-1, rows)))
+    logprob, greedy = (a.reshape(-1)[:count] for a in found)
+    return Given(logprob, greedy, out.hidden[0]), _rows(out.fresh), out.stats
 
 
 def _chunk(shapes: StepShapes, params: Any, arena, table: PageTable, kv_tables, tokens, slot, slots: Slots) -> Output:

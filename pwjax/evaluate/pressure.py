@@ -170,11 +170,11 @@ class PressureScorer:
                 self._advance(text, grown)
                 text.prompt = tokens[:grown]
             text.prompt = tokens[: end + 1]
-            logprob, states, stats = self._dispatcher.score(text)
+            given, stats = self._dispatcher.score(text)
             self.engine.boundaries.routing.add(stats, text)
-            logprobs.append(logprob)
-            hidden.append(states)
-            self._watch(len(logprob))
+            logprobs.append(given.logprob)
+            hidden.append(given.hidden)
+            self._watch(len(given.logprob))
         self.engine.scheduler.release(text)
         count = len(tokens) - 1
         return Scored(-np.concatenate(logprobs)[:count], np.concatenate(hidden)[:count])
