@@ -26,7 +26,7 @@ COMMANDS = {
     "calibrate": ("pwjax.cli.calibrate", "Check what fewer bits cost, block by block."),
     "ppl": ("pwjax.cli.ppl", "Measure perplexity on text."),
     "eval": ("pwjax.cli.eval", "Score tasks on local files."),
-    "bench": ("pwjax.cli.bench", "Measure how fast the kernels are here."),
+    "bench": ("pwjax.cli.bench", "Measure how fast a model, or its kernels, are here."),
     "inspect": ("pwjax.cli.inspect", "Summarize or verify a quantized model."),
     "replay": ("pwjax.cli.replay", "Repeat a logged run and compare every token."),
     "export": ("pwjax.cli.export", "Write a quantized model as a Hugging Face checkpoint."),

@@ -1,20 +1,23 @@
-"""``pwjax bench kernels``: how fast the kernels are on this machine, beside dense XLA in the same run."""
+"""``pwjax bench``: how fast a model is on this machine; ``pwjax bench kernels``: its kernels, beside dense XLA."""
 
 import json
 import os
 
 import click
 
-from pwjax.cli.options import json_option, quiet_option
+from pwjax.cli.options import (
+    DEFAULT_KV_DTYPE,
+    DEFAULT_POLICY,
+    KV_DTYPES,
+    BytesParam,
+    json_option,
+    quiet_option,
+    told_once,
+)
 from pwjax.presets import PRESETS
 
 # Sequences of which attention is measured, at most.
 MOST_SLOTS = 8
-
-
-@click.group()
-def command() -> None:
-    """Measure speed on this machine."""
 
 
 def _numbers(_ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
@@ -25,6 +28,68 @@ def _numbers(_ctx: click.Context, param: click.Parameter, value: str) -> tuple[i
     if not numbers or min(numbers) < 1:
         raise click.BadParameter(f"expected positive numbers with commas between them, got {value!r}", param=param)
     return numbers
+
+
+def _sizes(_ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(BytesParam().convert(part, param, _ctx) for part in value.split(","))
+
+
+@click.group(invoke_without_command=True)
+@click.option("--model", "-m", metavar="DIR", help="Quantized model. Default: the bundled demo model.")
+@click.option("-p", "prompt", callback=_numbers, default="512", show_default=True, metavar="N,...",
+              help="Tokens of a prompt that is taken in.")
+@click.option("-n", "new", callback=_numbers, default="128", show_default=True, metavar="N,...",
+              help="Tokens that are generated.")
+@click.option("-r", "repetitions", type=click.IntRange(min=1), default=5, show_default=True, help="Runs of each test.")
+@click.option("-o", "output", type=click.Choice(("md", "csv", "json")), default="md", show_default=True,
+              help="Form of the result; json has raw samples and the environment.")
+@click.option("--bits", callback=lambda c, p, v: _numbers(c, p, v) if v else (), metavar="N,...",
+              help="Fixed precisions, in place of a policy.")
+@click.option("--policy", "policies", default=DEFAULT_POLICY, show_default=True, metavar="NAME,...",
+              help="How precision follows memory pressure.")
+@click.option("--memory-budget", "budgets", callback=_sizes, metavar="SIZE,...",
+              help="Device memory for everything. Default: what the model needs at its best.")
+@click.option("--batch", "-b", "batches", callback=_numbers, default="1", show_default=True, metavar="N,...",
+              help="Sequences at a time.")
+@click.option("--kv-dtype", type=click.Choice(KV_DTYPES), default=DEFAULT_KV_DTYPE, show_default=True,
+              help="Type in which keys and values are kept.")
+@quiet_option
+@click.pass_context
+def command(ctx: click.Context, model: str | None, prompt: tuple[int, ...], new: tuple[int, ...], repetitions: int,
+            output: str, bits: tuple[int, ...], policies: str, budgets: tuple[int, ...], batches: tuple[int, ...],
+            kv_dtype: str, quiet: bool) -> None:  # fmt: skip
+    """Measure speed on this machine: prompts and generation of a model, or (kernels) its kernels.
+
+    Lists are separated by commas, and every combination is a row. On a machine that is busy, rates are those of a busy
+    machine.
+    """
+    if ctx.invoked_subcommand is not None:
+        return
+    from pwjax import environment
+    from pwjax.errors import UsageError
+    from pwjax.loading import open_model
+    from pwjax.model_bench import Arm, as_csv, as_markdown, bench_model
+
+    artifact = open_model(model)
+    widths = artifact.table().widths
+    if wrong := sorted(set(bits) - set(widths)):
+        raise UsageError(f"this model has no {wrong[0]} bits; choose from {', '.join(map(str, widths))}")
+    # The context holds the prompt and a token, or a token and what is generated.
+    if (longest := max(*prompt, *new) + 1) > artifact.config.max_positions:
+        limit = artifact.config.max_positions
+        raise UsageError(f"-p and -n need {longest} tokens of context, but the model takes {limit}; lower them")
+    environment.enable_compile_cache()
+    precisions = [(b, "uniform") for b in bits] or [(None, name) for name in policies.split(",")]
+    arms = [Arm(b, policy, budget, batch) for budget in budgets or (None,) for batch in batches
+            for b, policy in precisions]  # fmt: skip
+    report = told_once(lambda line: None if quiet else click.echo(line, err=True))
+    result = bench_model(model, arms, prompt, new, repetitions, kv_dtype, report)
+    if output == "json":
+        click.echo(json.dumps(result))
+    else:
+        click.echo((as_markdown if output == "md" else as_csv)(result["rows"]))
 
 
 @command.command()
