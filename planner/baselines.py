@@ -55,7 +55,7 @@ class UniformDynamicPolicy:
     """The default's trigger, but all blocks move together: what moving alone is worth, without choosing blocks."""
 
     thresholds: Thresholds = field(default_factory=Thresholds)
-    residence: int = 16
+    residence: int = 4
     damage_form: ClassVar[str | None] = None
     moves: ClassVar[bool] = True
 

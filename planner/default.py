@@ -32,7 +32,7 @@ class DefaultPolicy:
     thresholds: Thresholds = field(default_factory=Thresholds)
     floors: FloorRule = field(default_factory=FloorRule)
     depth: int | None = None
-    residence: int = 16
+    residence: int = 4
     ceiling: float = 0.02
     token_ceiling: float = 0.0005
     pseudo_choices: float = PSEUDO_CHOICES
