@@ -38,12 +38,12 @@ def score_pairs(engine: Engine, pairs: Iterable[tuple[Sequence[int], Sequence[in
         requests.append(Request(index, None, ids, score=True))
         counts.append(len(continuation))
     found = engine.generate(requests) if requests else []
-    for completion in found:
-        if completion.scores is None or completion.finish_reason != "score":
-            raise PWJaxError(f"text {completion.id} could not be scored: {completion.error}")
-    return [
-        (float(np.sum(c.scores[-n:], dtype=np.float64)), all(c.greedy[-n:])) for c, n in zip(found, counts, strict=True)
-    ]
+    results = []
+    for one, count in zip(found, counts, strict=True):
+        if one.scores is None or one.greedy is None or one.finish_reason != "score":
+            raise PWJaxError(f"text {one.id} could not be scored: {one.error}")
+        results.append((float(np.sum(one.scores[-count:], dtype=np.float64)), all(one.greedy[-count:])))
+    return results
 
 
 def continue_prompts(engine: Engine, prompts: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:

@@ -74,8 +74,8 @@ class Perplexity:
     def of_text(self, index: int) -> "Perplexity":
         """The windows of one text."""
         own = self.window_text == index
-        arrays = (self.window_nll, self.window_tokens, self.window_bytes, self.window_text)
-        return Perplexity(*(array[own] for array in arrays), self.settings)
+        nll, tokens, size = self.window_nll[own], self.window_tokens[own], self.window_bytes[own]
+        return Perplexity(nll, tokens, size, self.window_text[own], self.settings)
 
     def figures(self) -> dict:
         """Perplexity, standard error, bits per byte and what they count, JSON-ready."""
@@ -158,7 +158,7 @@ def measure_perplexity(
         for w, one in zip(windows, scored, strict=True):
             # A prediction of token i is at place i - 1.
             sums.append(float(one.nll[w.first - 1 :].sum(dtype=np.float64)))
-            if keep:
+            if keep and one.hidden is not None:
                 hidden.append(one.hidden[w.first - 1 :])
         if not np.isfinite(sums).all():
             raise PWJaxError("the model gives likelihoods that are not finite; its parameters may be damaged")

@@ -57,16 +57,15 @@ class Item:
             prediction = prediction.lstrip("\n").split("\n")[0]
         found = {}
         for name in self.metrics:
-            metric = _METRICS[name]
-            if name == "classification":
-                metric = partial(metrics.classification, classes=self.classes)
+            metric = _METRICS.get(name) or partial(metrics.classification, classes=self.classes)
             found[name] = max((metric(prediction, answer) for answer in self.answers), default=0.0)
         return found
 
 
+# All but classification, which needs the names of the classes.
 _METRICS: dict[str, Callable[[str, str], float]] = {
     "qa_f1": metrics.qa_f1, "qa_f1_zh": metrics.qa_f1_zh, "retrieval": metrics.retrieval,
-    "count": metrics.numbers_right, "classification": metrics.classification, "rouge_zh": metrics.rouge_zh,
+    "count": metrics.numbers_right, "rouge_zh": metrics.rouge_zh,
     "code_similarity": metrics.code_similarity, "contains": metrics.contains, "begins": metrics.begins,
     "strict": metrics.gsm8k_strict, "flexible": metrics.gsm8k_flexible,
     **{kind: partial(metrics.rouge, kind=kind) for kind in metrics.ROUGE},
@@ -118,7 +117,8 @@ def needle_rows(text: str, tokenizer: Tokenizer, length: int, count: int, seed: 
         start, code = int(rng.integers(0, len(ids) - length + 1)), str(rng.integers(10_000, 100_000))
         depth = i / max(count - 1, 1)
         part, needle = ids[start : start + length], f"The secret code is {code}."
-        before, after = (tokenizer.decode(half) for half in np.split(np.array(part), [int(depth * length)]))
+        middle = int(depth * length)
+        before, after = tokenizer.decode(part[:middle]), tokenizer.decode(part[middle:])
         # In front of a sentence, where one begins nearby.
         border = before.rfind(". ") + 2 if ". " in before else len(before)
         context = f"{before[:border]}{needle} {before[border:]}{after}".strip()
@@ -185,7 +185,7 @@ def _gsm8k(row: dict, _name: str, key: str, _where: str, shots) -> Item:
 
 
 def _pair(row: dict, name: str, key: str, _where: str, _shots) -> Item:
-    good, bad = (row.get(k, row.get(f"sentence_{k}")) for k in ("good", "bad"))
+    good, bad = (str(row.get(k, row.get(f"sentence_{k}"))) for k in ("good", "bad"))
     return Item(key, str(row.get("task", row.get("UID", name))), pair=(good, bad))
 
 
