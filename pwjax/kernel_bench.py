@@ -122,17 +122,21 @@ def read_bandwidth(total_bytes: int = 512 << 20) -> float:
 
 
 def _medians(cases: list[Case], seconds: float) -> list[float]:
-    """Median milliseconds of each, one call each a turn; at least five turns, at most 200."""
-    for case in cases:
-        case.run(0)
+    """Median milliseconds of each, one call each a turn; at least five turns, at most 200.
+
+    Two turns before, uncounted: one compiles, in the other caches and threads are as in all that follow.
+    """
+    for turn in range(2):
+        for case in cases:
+            case.run(turn)
     times: list[list[float]] = [[] for _ in cases]
     end = time.perf_counter() + seconds
-    for turn in count(1):
+    for turn in count(2):
         for case, own in zip(cases, times, strict=True):
             start = time.perf_counter()
             case.run(turn)
             own.append((time.perf_counter() - start) * 1e3)
-        if turn >= 200 or (turn >= 5 and time.perf_counter() > end):
+        if turn > 200 or (turn > 5 and time.perf_counter() > end):
             break
     return [float(np.median(own)) for own in times]
 
