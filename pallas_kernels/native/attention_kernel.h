@@ -182,9 +182,7 @@ struct Attend {
       V acc[Isa::kTile * kRows];
       for (V& sum : acc) sum = Isa::zero();
       multiply(count, keys + key * stride, stride, q, 0, static_cast<int>(width / Isa::kLanes), acc);
-      for (int t = 0; t < count; ++t) {
-        for (int i = 0; i < kRows; ++i) scores[t * kTileKeys + key + i] = Isa::sum(acc[t * kRows + i]);
-      }
+      for (int t = 0; t < count; ++t) Isa::sums(acc + t * kRows, scores + t * kTileKeys + key);
     }
     for (int t = 0; t < count; ++t) {
       weigh(scores + t * kTileKeys, from, to, room.peak + row + t, room.total + row + t,

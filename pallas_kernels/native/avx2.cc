@@ -32,10 +32,13 @@ struct Isa {
   static V load(const float* from) { return _mm256_loadu_ps(from); }
   static void store(float* to, V v) { _mm256_storeu_ps(to, v); }
   static V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
-  static float sum(V v) {
-    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+  // Sums of four vectors.
+  static void sums(const V* v, float* to) {
+    __m128 s[4];
+    for (int i = 0; i < 4; ++i) s[i] = _mm_add_ps(_mm256_castps256_ps128(v[i]), _mm256_extractf128_ps(v[i], 1));
+    const __m128 a = _mm_add_ps(_mm_unpacklo_ps(s[0], s[1]), _mm_unpackhi_ps(s[0], s[1]));
+    const __m128 b = _mm_add_ps(_mm_unpacklo_ps(s[2], s[3]), _mm_unpackhi_ps(s[2], s[3]));
+    _mm_storeu_ps(to, _mm_add_ps(_mm_movelh_ps(a, b), _mm_movehl_ps(b, a)));
   }
 
   // Byte j of group g is column 8j + g of a chunk: what two rounds of bit transposition leave.
@@ -56,7 +59,7 @@ struct Isa {
   static I at(const uint32_t* words) { return _mm256_loadu_si256(reinterpret_cast<const I*>(words)); }
 
   template <int B>
-  static void make_table(const uint32_t* lut, Table* table) {
+  static PWJAX_INLINE void make_table(const uint32_t* lut, Table* table) {
     const I bytes = _mm256_set1_epi16(0xff);
     for (int i = 0; i < (B < 4 ? 1 : 1 << (B - 4)); ++i) {
       I entries;
@@ -89,15 +92,25 @@ struct Isa {
     return _mm256_srli_epi32(words, N);
   }
 
+  // Up to 8 words, the others 0.
+  static void copy_part(const uint32_t* from, int64_t count, uint32_t* to) {
+    const I number = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const I limit = _mm256_set1_epi32(static_cast<int>(count < 0 ? 0 : count > 8 ? 8 : count));
+    const I words = _mm256_maskload_epi32(reinterpret_cast<const int*>(from), _mm256_cmpgt_epi32(limit, number));
+    _mm256_storeu_si256(reinterpret_cast<I*>(to), words);
+  }
+
   template <int B>
-  static void unpack(const uint32_t* const* planes, Codes* codes) {
-    unpack_nibbles<Isa, B>(planes, codes);
+  static PWJAX_INLINE void unpack(const uint32_t* const* planes, int64_t word, Codes* codes) {
+    I plane[B];
+    for (int p = 0; p < B; ++p) plane[p] = at(planes[p] + word);
+    unpack_nibbles<Isa, B>(plane, codes);
   }
 
   // Entry `index` of the 2^N tables that begin at `table`, chosen by the last N bits of `high`, whose bit j is moved to
   // the sign of its byte by a shift of 7 - j.
   template <int N>
-  static I lookup(const I* table, I index, I high) {
+  static PWJAX_INLINE I lookup(const I* table, I index, I high) {
     if constexpr (N == 0) {
       return _mm256_shuffle_epi8(*table, index);
     } else {
@@ -107,7 +120,7 @@ struct Isa {
   }
 
   template <int B>
-  static void values(const Codes& codes, const Table& table, int g, V* out) {
+  static PWJAX_INLINE void values(const Codes& codes, const Table& table, int g, V* out) {
     constexpr int kUpper = B > 4 ? B - 4 : 0;
     I index = codes.low[g % 4], high = B > 4 ? codes.high[g % 4] : index;
     if (g >= 4) {
@@ -123,7 +136,7 @@ struct Isa {
     out[3] = _mm256_cvtph_ps(_mm256_extracti128_si256(second, 1));
   }
 
-  static void dense_values(const uint32_t* words, V* out) {
+  static PWJAX_INLINE void dense_values(const uint32_t* words, V* out) {
     const I upper = _mm256_set1_epi32(static_cast<int>(0xffff0000));
     for (int u = 0; u < 4; u += 2) {
       I pair = at(words + 4 * u);

@@ -1,4 +1,4 @@
-// The kernels for AVX-512 with VBMI: one vpermb looks up 64 entries, 64 weights at a time.
+// The kernels for AVX-512 (F, BW, DQ, VL): one vpermps looks up 16 weights among 16 floats.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -13,7 +13,7 @@
 #include "team.h"
 
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx2,fma,f16c")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
 #include "half.h"
 #include "mode.h"
 #include "nibbles.h"
@@ -32,40 +32,45 @@ struct Isa {
   static V load(const float* from) { return _mm512_loadu_ps(from); }
   static void store(float* to, V v) { _mm512_storeu_ps(to, v); }
   static V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
-  static float sum(V v) { return _mm512_reduce_add_ps(v); }
-
-  // Byte j of group g is column 8j + g; unpacking bytes works in quarters of a vector, which pairs quarters 0 and 1,
-  // 2 and 3.
-  static int plane_column(int at) {
-    int g = at / 64, u = at % 64 / 16, lane = at % 16;
-    int byte = u / 2 * 32 + lane / 8 * 16 + u % 2 * 8 + lane % 8;
-    return 8 * byte + g;
+  // Sums of four vectors.
+  static void sums(const V* v, float* to) {
+    const V a = _mm512_add_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+    const V b = _mm512_add_ps(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+    const __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
+    const V quarters = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(c, d)), _mm512_castpd_ps(_mm512_unpackhi_pd(c, d)));
+    const __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(quarters), _mm512_extractf32x8_ps(quarters, 1));
+    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
   }
+
+  // Vector u of group g has column 8u + g of all 16 words of a chunk.
+  static int plane_column(int at) { return at % 16 * 32 + at / 16 % 4 * 8 + at / 64; }
   // Even columns of 16 words, then odd ones.
   static int pair_column(int at) { return at / 32 * 32 + at % 16 * 2 + at % 32 / 16; }
 
-  // Low and high bytes of float16 entries, 64 entries a vector.
-  struct Table {
-    I low[4], high[4];
+  // Up to 32 entries as floats, 16 a vector; more as float16, 32 a vector.
+  template <int B>
+  static constexpr bool kWide = B > 5;
+  union Table {
+    V single[2];
+    I half[8];
   };
-  // Nibble 2n + h of word i of vector q is the code of column 32i + 8n + 4h + q: `low` its last four bits, `high`
-  // those before.
+  // Nibble 2n + h of word i of vector q is the code of column 8n + 4h + q of word i: `low` its last four bits, `high`
+  // those before. Where the table is wide, halves of words stand for words: first the low ones of all, then the high
+  // ones, so that 16 neighbours of float16 are one column of all words too.
   struct Codes {
     I low[4], high[4];
   };
 
   template <int B>
-  static void make_table(const uint32_t* lut, Table* table) {
+  static PWJAX_INLINE void make_table(const uint32_t* lut, Table* table) {
     constexpr int kEntries = 1 << B;
-    for (int i = 0; i < (B > 6 ? kEntries / 64 : 1); ++i) {
-      alignas(64) uint32_t words[32] = {};
-      std::memcpy(words, lut + 32 * i, 4 * (kEntries < 64 ? kEntries / 2 : 32));
-      const I a = _mm512_load_si512(words), b = _mm512_load_si512(words + 16);
-      const __m256i low_a = _mm512_cvtepi16_epi8(a), low_b = _mm512_cvtepi16_epi8(b);
-      const __m256i high_a = _mm512_cvtepi16_epi8(_mm512_srli_epi16(a, 8));
-      const __m256i high_b = _mm512_cvtepi16_epi8(_mm512_srli_epi16(b, 8));
-      table->low[i] = _mm512_inserti64x4(_mm512_castsi256_si512(low_a), low_b, 1);
-      table->high[i] = _mm512_inserti64x4(_mm512_castsi256_si512(high_a), high_b, 1);
+    if constexpr (kWide<B>) {
+      for (int i = 0; i < kEntries / 32; ++i) table->half[i] = at(lut + 16 * i);
+    } else {
+      for (int i = 0; i < (kEntries + 15) / 16; ++i) {
+        const __mmask8 present = kEntries < 16 ? (1 << kEntries / 2) - 1 : 255;
+        table->single[i] = _mm512_cvtph_ps(_mm256_maskz_loadu_epi32(present, lut + 8 * i));
+      }
     }
   }
 
@@ -84,40 +89,67 @@ struct Isa {
     return _mm512_srli_epi32(words, N);
   }
 
-  template <int B>
-  static void unpack(const uint32_t* const* planes, Codes* codes) {
-    unpack_nibbles<Isa, B>(planes, codes);
+  // Up to 16 words, the others 0.
+  static void copy_part(const uint32_t* from, int64_t count, uint32_t* to) {
+    const __mmask16 present = count >= 16 ? 0xffff : count > 0 ? (1 << count) - 1 : 0;
+    _mm512_storeu_si512(to, _mm512_maskz_loadu_epi32(present, from));
   }
 
   template <int B>
-  static I lookup(const I* table, I code) {
-    if constexpr (B <= 6) {
-      return _mm512_permutexvar_epi8(code, table[0]);
-    } else if constexpr (B == 7) {
-      return _mm512_permutex2var_epi8(table[0], code, table[1]);
+  static PWJAX_INLINE void unpack(const uint32_t* const* planes, int64_t word, Codes* codes) {
+    I plane[B];
+    for (int p = 0; p < B; ++p) {
+      plane[p] = at(planes[p] + word);
+      if constexpr (kWide<B>) plane[p] = _mm512_permutexvar_epi16(halves(), plane[p]);
+    }
+    unpack_nibbles<Isa, B>(plane, codes);
+  }
+
+  // Numbers 0, 2, ... 30, then 1, 3, ... 31.
+  static PWJAX_INLINE I halves() {
+    const I low = _mm512_set_epi32(0x1e001c, 0x1a0018, 0x160014, 0x120010, 0xe000c, 0xa0008, 0x60004, 0x20000,
+                                   0x1e001c, 0x1a0018, 0x160014, 0x120010, 0xe000c, 0xa0008, 0x60004, 0x20000);
+    return _mm512_mask_or_epi32(low, 0xff00, low, all(0x10001));
+  }
+
+  // Entries that the last N bits of every half of a word choose.
+  template <int N>
+  static PWJAX_INLINE I lookup(const I* table, I code) {
+    if constexpr (N == 6) {
+      return _mm512_permutex2var_epi16(table[0], code, table[1]);
     } else {
-      return _mm512_mask_blend_epi8(_mm512_movepi8_mask(code), _mm512_permutex2var_epi8(table[0], code, table[1]),
-                                    _mm512_permutex2var_epi8(table[2], code, table[3]));
+      const __mmask32 one = _mm512_test_epi16_mask(code, _mm512_set1_epi16(1 << (N - 1)));
+      return _mm512_mask_blend_epi16(one, lookup<N - 1>(table, code), lookup<N - 1>(table + (1 << (N - 6)), code));
     }
   }
 
+  // Entries that the last B bits of every word choose, B up to 5.
   template <int B>
-  static void values(const Codes& codes, const Table& table, int g, V* out) {
-    const I nibble = _mm512_set1_epi8(15);
-    I code = _mm512_and_si512(g < 4 ? codes.low[g % 4] : _mm512_srli_epi32(codes.low[g % 4], 4), nibble);
-    if constexpr (B > 4) {
-      I high = g < 4 ? _mm512_slli_epi32(codes.high[g % 4], 4) : codes.high[g % 4];
-      code = select(nibble, code, high);
-    }
-    I low_bytes = lookup<B>(table.low, code), high_bytes = lookup<B>(table.high, code);
-    I first = _mm512_unpacklo_epi8(low_bytes, high_bytes), second = _mm512_unpackhi_epi8(low_bytes, high_bytes);
-    out[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(first));
-    out[1] = _mm512_cvtph_ps(_mm512_castsi512_si256(second));
-    out[2] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(first, 1));
-    out[3] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(second, 1));
+  static PWJAX_INLINE V choose(const Table& table, I code) {
+    return B < 5 ? _mm512_permutexvar_ps(code, table.single[0])
+                 : _mm512_permutex2var_ps(table.single[0], code, table.single[1]);
   }
 
-  static void dense_values(const uint32_t* words, V* out) {
+  // Group g: bytes of codes whatever the width; what is above a code's bits in its byte or word chooses nothing.
+  template <int B>
+  static PWJAX_INLINE void values(const Codes& codes, const Table& table, int g, V* out) {
+    I code = g < 4 ? codes.low[g % 4] : right<4>(codes.low[g % 4]);
+    if constexpr (B > 4) code = select(all(0x0f0f0f0f), code, g < 4 ? left<4>(codes.high[g % 4]) : codes.high[g % 4]);
+    if constexpr (kWide<B>) {
+      const I even = lookup<B>(table.half, code), odd = lookup<B>(table.half, right<8>(code));
+      out[0] = _mm512_cvtph_ps(_mm512_castsi512_si256(even));
+      out[1] = _mm512_cvtph_ps(_mm512_castsi512_si256(odd));
+      out[2] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(even, 1));
+      out[3] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(odd, 1));
+    } else {
+      out[0] = choose<B>(table, code);
+      out[1] = choose<B>(table, right<8>(code));
+      out[2] = choose<B>(table, right<16>(code));
+      out[3] = choose<B>(table, right<24>(code));
+    }
+  }
+
+  static PWJAX_INLINE void dense_values(const uint32_t* words, V* out) {
     const I upper = _mm512_set1_epi32(static_cast<int>(0xffff0000));
     for (int u = 0; u < 4; u += 2) {
       I pair = at(words + 8 * u);

@@ -3,10 +3,12 @@
 
 #include <cstdint>
 
+#include "inline.h"
+
 namespace pwjax {
 namespace {
 
-inline float half(uint32_t bits) {
+PWJAX_INLINE float half(uint32_t bits) {
   uint32_t sign = (bits & 0x8000u) << 16, exponent = bits >> 10 & 31, mantissa = bits & 0x3ffu;
   float value;
   if (exponent == 0) {

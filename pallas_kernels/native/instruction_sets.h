@@ -38,8 +38,7 @@ inline const std::vector<InstructionSet>& instruction_sets() {
   static const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                            __builtin_cpu_supports("f16c");
   static const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                             __builtin_cpu_supports("avx512vbmi");
+                             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 #endif
   static const std::vector<InstructionSet> sets = {
 #if defined(__x86_64__)

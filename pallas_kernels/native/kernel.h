@@ -16,7 +16,8 @@ namespace {
 
 constexpr int64_t kStreamed = 8;  // up to so many tokens, decoded weights stay in registers or the first cache
 constexpr int64_t kStreamBand = 32;
-constexpr int64_t kBandFloats = 48 * 1024;
+constexpr int64_t kBandFloats = 96 * 1024;  // decoded rows that stay in the second cache
+constexpr int64_t kBandRows = 48;
 
 // Four rows of a block at a compile-time width, 16 for bfloat16 rows.
 template <int B>
@@ -24,7 +25,7 @@ struct Tile {
   static constexpr int kStreams = B == 16 ? 1 : B;
   static constexpr int64_t kWords = B == 16 ? Isa::kChunk / 2 : Isa::kChunk / 32;
   const uint32_t* words[kRows][kStreams];
-  int64_t row_words;
+  int64_t row_words, at = 0;  // at: the word of a row that the chunk begins with
   float scale[kRows];
   const typename Isa::Table* table[kRows];
   typename Isa::Table tables[kRows];
@@ -32,57 +33,62 @@ struct Tile {
 
   // Rows past `limit` repeat the last one; their results are not used.
   Tile(const Block& block, int64_t first, int64_t limit) {
-    row_words = B == 16 ? block.dense.row_words : block.plane[0].row_words;
+    const Rows& rows = B == 16 ? block.dense : block.plane[0];  // planes lie alike, each in its own pages
+    row_words = rows.row_words;
+    Walk row(first, rows.per_page);
+    Walk member(first, block.lut_rows), group(member.turn, block.lut.per_page);
     for (int i = 0; i < kRows; ++i) {
-      int64_t row = first + i < limit ? first + i : limit - 1;
+      const bool fresh = i == 0 || member.place == 0;
       if constexpr (B == 16) {
         words[i][0] = block.dense.row(row);
         scale[i] = 1.0f;
       } else {
         for (int p = 0; p < B; ++p) words[i][p] = block.plane[p].row(row);
-        int64_t group = row / block.lut_rows, member = row % block.lut_rows;
         const uint32_t* record = block.lut.row(group);
-        scale[i] = half(record[member / 2] >> (16 * (member % 2)));
-        if (i > 0 && (first + i - 1) / block.lut_rows == group) {
-          table[i] = table[i - 1];
-        } else {
-          Isa::template make_table<B>(record + block.scale_words, &tables[i]);
-          table[i] = &tables[i];
-        }
+        scale[i] = half(record[member.place / 2] >> (16 * (member.place % 2)));
+        if (fresh) Isa::template make_table<B>(record + block.scale_words, &tables[i]);
+        table[i] = fresh ? &tables[i] : table[i - 1];
+      }
+      if (first + i + 1 < limit) {
+        row.next();
+        member.next();
+        if (member.place == 0) group.next();
       }
     }
   }
 
-  // Goes to the next chunk; called before the first too. A part of a chunk is copied and filled up with zeros, so that
-  // nothing is read past a row's end.
-  void advance(int64_t chunk) {
-    int64_t left = row_words - chunk * kWords;
-    if (chunk == 0 && left >= kWords) return;
+  // Goes to a chunk, in ascending order. A part of one is copied and filled up with zeros, so that nothing is read past
+  // a row's end.
+  PWJAX_INLINE void go_to(int64_t chunk) {
+    at = chunk * kWords;
+    const int64_t left = row_words - at;
+    if (left >= kWords) return;
     for (int i = 0; i < kRows; ++i) {
       for (int p = 0; p < kStreams; ++p) {
-        if (chunk > 0) words[i][p] += kWords;
-        if (left < kWords) {
-          for (int64_t w = 0; w < kWords; ++w) tail[i][p][w] = w < left ? words[i][p][w] : 0;
-          words[i][p] = tail[i][p];
-        }
+        for (int64_t w = 0; w < kWords; w += Isa::kLanes) Isa::copy_part(words[i][p] + at + w, left - w, tail[i][p] + w);
+        words[i][p] = tail[i][p];
       }
     }
+    at = 0;
   }
 
-  // Rows of a page lie one after another: the next tile's words are a tile's size further on.
-  void prefetch() const {
+  // Rows of a page lie one after another: the next tile's words are a tile's size further on. One of planes is done
+  // before memory answers, so theirs are asked for two tiles ahead.
+  PWJAX_INLINE void prefetch() const {
+    constexpr int64_t kAhead = B == 16 ? kRows : 2 * kRows;
     for (int i = 0; i < kRows; ++i) {
       for (int p = 0; p < kStreams; ++p) {
-        const char* next = reinterpret_cast<const char*>(words[i][p] + kRows * row_words);
-        for (int64_t at = 0; at < kWords * 4; at += 64) __builtin_prefetch(next + at, 0, 2);
+        const char* next = reinterpret_cast<const char*>(words[i][p] + at + kAhead * row_words);
+        for (int64_t byte = 0; byte < kWords * 4; byte += 64) __builtin_prefetch(next + byte, 0, 3);
       }
     }
   }
 
-  void decode(float* out, int64_t stride) const {
+  PWJAX_INLINE void decode(float* out, int64_t stride) const {
     for (int i = 0; i < kRows; ++i) {
       typename Isa::Codes codes;
-      if constexpr (B != 16) Isa::template unpack<B>(words[i], &codes);
+      if constexpr (B != 16) Isa::template unpack<B>(words[i], at, &codes);
+      PWJAX_UNROLL
       for (int g = 0; g < 8; ++g) {
         V w[4];
         values(codes, i, g, w);
@@ -92,13 +98,12 @@ struct Tile {
   }
 
   // One token: decoded weights never leave the registers. The rows take turns, so that their sums overlap.
-  void dot(const float* x, V* acc) const {
+  PWJAX_INLINE void dot(const float* x, V* sum) const {
     typename Isa::Codes codes[kRows];
     if constexpr (B != 16) {
-      for (int i = 0; i < kRows; ++i) Isa::template unpack<B>(words[i], &codes[i]);
+      for (int i = 0; i < kRows; ++i) Isa::template unpack<B>(words[i], at, &codes[i]);
     }
-    V sum[kRows];
-    for (int i = 0; i < kRows; ++i) sum[i] = acc[i];
+    PWJAX_UNROLL
     for (int g = 0; g < 8; ++g) {
       for (int i = 0; i < kRows; ++i) {
         V w[4];
@@ -106,13 +111,12 @@ struct Tile {
         for (int u = 0; u < 4; ++u) sum[i] = Isa::fma(w[u], Isa::load(x + (g * 4 + u) * Isa::kLanes), sum[i]);
       }
     }
-    for (int i = 0; i < kRows; ++i) acc[i] = sum[i];
   }
 
  private:
-  void values(const typename Isa::Codes& codes, int i, int g, V* w) const {
+  PWJAX_INLINE void values(const typename Isa::Codes& codes, int i, int g, V* w) const {
     if constexpr (B == 16) {
-      Isa::dense_values(words[i][0] + g * 2 * Isa::kLanes, w);
+      Isa::dense_values(words[i][0] + at + g * 2 * Isa::kLanes, w);
     } else {
       Isa::template values<B>(codes, *table[i], g, w);
     }
@@ -128,28 +132,45 @@ struct Rect {
   float* out;
   int64_t stride;
 
-  void put(int64_t t, int64_t row, const V* acc, const float* scale) const {
-    for (int i = 0; i < kRows && row + i < limit; ++i) {
-      out[t * stride + row + i - first] = Isa::sum(acc[i]) * scale[i];
+  PWJAX_INLINE void put(int64_t t, int64_t row, const V* acc, const float* scale) const {
+    float sums[kRows];
+    Isa::sums(acc, sums);
+    for (int i = 0; i < kRows; ++i) sums[i] *= scale[i];
+    float* to = out + t * stride + row - first;
+    if (row + kRows <= limit) {
+      std::memcpy(to, sums, sizeof sums);
+    } else {
+      for (int i = 0; row + i < limit; ++i) to[i] = sums[i];
     }
   }
 };
 
 template <int B>
+void stream_one(const Rect& r) {
+  const int64_t chunks = ceil_div(r.block.cols, Isa::kChunk);
+  for (int64_t row = r.first; row < r.limit; row += kRows) {
+    Tile<B> tile(r.block, row, r.limit);
+    V sum[kRows];
+    for (V& s : sum) s = Isa::zero();
+    for (int64_t c = 0; c < chunks; ++c) {
+      tile.go_to(c);
+      tile.prefetch();
+      tile.dot(r.x[0] + c * Isa::kChunk, sum);
+    }
+    r.put(0, row, sum, tile.scale);
+  }
+}
+
+template <int B>
 void stream(const Rect& r) {
-  int64_t chunks = ceil_div(r.block.cols, Isa::kChunk);
+  const int64_t chunks = ceil_div(r.block.cols, Isa::kChunk);
   for (int64_t row = r.first; row < r.limit; row += kRows) {
     Tile<B> tile(r.block, row, r.limit);
     V acc[kStreamed * kRows];
-    for (V& a : acc) a = Isa::zero();
+    for (int64_t i = 0; i < r.n * kRows; ++i) acc[i] = Isa::zero();
     for (int64_t c = 0; c < chunks; ++c) {
-      tile.advance(c);
-      if (r.n == 1) {
-        tile.prefetch();
-        tile.dot(r.x[0] + c * Isa::kChunk, acc);
-        continue;
-      }
       alignas(64) float weights[kRows * Isa::kChunk];
+      tile.go_to(c);
       tile.prefetch();
       tile.decode(weights, Isa::kChunk);
       for (int64_t t = 0; t < r.n; t += Isa::kTile) {
@@ -163,37 +184,36 @@ void stream(const Rect& r) {
 
 // Rows that are decoded together for many tokens.
 inline int64_t band_rows(int64_t cols) {
-  int64_t rows = kBandFloats / (ceil_div(cols, Isa::kChunk) * Isa::kChunk) / kRows * kRows;
-  return rows < kRows ? kRows : rows > 24 ? 24 : rows;
+  int64_t rows = kBandFloats / padded(cols) / kRows * kRows;
+  return rows < kRows ? kRows : rows > kBandRows ? kBandRows : rows;
 }
 
 template <int B>
 void band(const Rect& r) {
-  int64_t chunks = ceil_div(r.block.cols, Isa::kChunk), width = chunks * Isa::kChunk;
+  int64_t chunks = ceil_div(r.block.cols, Isa::kChunk), width = chunks * Isa::kChunk + kGap;
   int64_t most = band_rows(r.block.cols);
   static thread_local std::vector<float> room;
   room.resize(most * width + 16);
   float* weights = room.data() + (64 - reinterpret_cast<uintptr_t>(room.data()) % 64) % 64 / 4;
   for (int64_t first = r.first; first < r.limit; first += most) {
     int64_t limit = first + most < r.limit ? first + most : r.limit;
-    float scale[24];
+    float scale[kBandRows];
     for (int64_t row = first; row < limit; row += kRows) {
       Tile<B> tile(r.block, row, limit);
       for (int64_t c = 0; c < chunks; ++c) {
-        tile.advance(c);
+        tile.go_to(c);
         tile.decode(weights + (row - first) * width + c * Isa::kChunk, width);
       }
       for (int i = 0; i < kRows; ++i) scale[row - first + i] = tile.scale[i];
     }
     for (int64_t t = 0; t < r.n; t += Isa::kTile) {
       int count = static_cast<int>(r.n - t < Isa::kTile ? r.n - t : Isa::kTile);
-      V acc[24 * Isa::kTile];
-      for (V& a : acc) a = Isa::zero();
-      // Two chunks of the tokens stay in the first cache while all rows of the band pass.
-      for (int64_t c = 0; c < chunks; c += 2) {
-        int vectors = c + 1 < chunks ? 64 : 32;
+      V acc[kBandRows * Isa::kTile];
+      for (int64_t i = 0; i < (limit - first + kRows - 1) / kRows * kRows * Isa::kTile; ++i) acc[i] = Isa::zero();
+      // A chunk of the tokens stays in the first cache while all rows of the band pass.
+      for (int64_t c = 0; c < chunks; ++c) {
         for (int64_t row = first; row < limit; row += kRows) {
-          multiply(count, weights + (row - first) * width + c * Isa::kChunk, width, r.x + t, c * Isa::kChunk, vectors,
+          multiply(count, weights + (row - first) * width + c * Isa::kChunk, width, r.x + t, c * Isa::kChunk, 32,
                    acc + (row - first) * Isa::kTile);
         }
       }
@@ -208,7 +228,7 @@ void band(const Rect& r) {
 
 template <int B>
 void rows_at(const Rect& r) {
-  r.n <= kStreamed ? stream<B>(r) : band<B>(r);
+  r.n == 1 ? stream_one<B>(r) : r.n <= kStreamed ? stream<B>(r) : band<B>(r);
 }
 
 inline void rows(const Rect& r) {
@@ -224,15 +244,23 @@ inline void rows(const Rect& r) {
   }
 }
 
-// `in` [cols] in the order that the weights of planes, or of 16-bit rows, are decoded in; zeros up to padded(cols).
-inline void reorder(const float* in, int64_t cols, bool pairs, float* out) {
-  int64_t width = padded(cols);
-  for (int64_t chunk = 0; chunk < width; chunk += Isa::kChunk) {
-    for (int at = 0; at < Isa::kChunk; ++at) {
-      int64_t column = chunk + (pairs ? Isa::pair_column(at) : Isa::plane_column(at));
-      out[chunk + at] = column < cols ? in[column] : 0.0f;
-    }
+// Columns of a chunk in the order that the weights of planes, or of 16-bit rows, are decoded in.
+struct Order {
+  int32_t column[Isa::kChunk];
+
+  explicit Order(int (*column_at)(int)) {
+    for (int at = 0; at < Isa::kChunk; ++at) column[at] = column_at(at);
   }
+};
+
+// `in` [cols] in one of these orders, filled up with zeros to whole chunks.
+inline void reorder(const float* in, int64_t cols, bool pairs, float* out) {
+  static const Order orders[2] = {Order(Isa::plane_column), Order(Isa::pair_column)};
+  const int32_t* column = orders[pairs].column;
+  for (; cols >= Isa::kChunk; cols -= Isa::kChunk, in += Isa::kChunk, out += Isa::kChunk) {
+    for (int at = 0; at < Isa::kChunk; ++at) out[at] = in[column[at]];
+  }
+  for (int at = 0; cols && at < Isa::kChunk; ++at) out[at] = column[at] < cols ? in[column[at]] : 0.0f;
 }
 
 // Eight sums that take turns: one fixed order that also vectorizes.

@@ -8,15 +8,29 @@ namespace pwjax {
 
 constexpr int kMaxPlanes = 8;
 
+// Numbers from `index` on, each as a turn of `size` and a place in it: divided once, then counted.
+struct Walk {
+  int64_t size, turn, place;
+
+  Walk(int64_t index, int64_t size) : size(size), turn(index / size), place(index % size) {}
+  void next() {
+    if (++place == size) {
+      place = 0;
+      ++turn;
+    }
+  }
+};
+
 // Rows of equal size in pages that hold whole rows only.
 struct Rows {
   const uint32_t* arena = nullptr;
   const int32_t* pages = nullptr;
   int64_t page_words = 0, row_words = 1, per_page = 1;
 
-  const uint32_t* row(int64_t index) const {
-    return arena + int64_t{pages[index / per_page]} * page_words + index % per_page * row_words;
+  const uint32_t* row(const Walk& at) const {
+    return arena + int64_t{pages[at.turn]} * page_words + at.place * row_words;
   }
+  const uint32_t* row(int64_t index) const { return row(Walk(index, per_page)); }
 };
 
 // One expert matrix as it is committed: `bits` planes and a LUT, or 16-bit rows.
@@ -40,7 +54,9 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Columns are padded to this many in the kernel's own copies of inputs: a whole number of chunks of every
 // instruction set.
 constexpr int64_t kPadding = 512;
-inline int64_t padded(int64_t cols) { return ceil_div(cols, kPadding) * kPadding; }
+// A cache line more from row to row: at multiples of 4096 bytes, all rows would share a few sets of the first cache.
+constexpr int64_t kGap = 16;
+inline int64_t padded(int64_t cols) { return ceil_div(cols, kPadding) * kPadding + kGap; }
 
 // What is wrong with a geometry, empty if nothing: every division and row below relies on it.
 inline std::string geometry_problem(const Geometry& g) {

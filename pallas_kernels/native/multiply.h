@@ -2,6 +2,8 @@
 // see kernel.h.
 #pragma once
 
+#include "inline.h"
+
 namespace pwjax {
 namespace {
 
@@ -11,7 +13,7 @@ using V = Isa::V;
 
 // acc[t][i] += w row i times token t, over `vectors` vectors.
 template <int T>
-inline void multiply(const float* w, int64_t stride, const float* const* x, int64_t at, int vectors, V* acc) {
+PWJAX_INLINE void multiply(const float* w, int64_t stride, const float* const* x, int64_t at, int vectors, V* acc) {
   V sum[T][kRows];
   for (int t = 0; t < T; ++t) {
     for (int i = 0; i < kRows; ++i) sum[t][i] = acc[t * kRows + i];

@@ -4,12 +4,14 @@
 
 #include <cstdint>
 
+#include "inline.h"
+
 namespace pwjax {
 namespace {
 
 // N planes (1..4, MSB first) to four vectors of nibbles.
 template <class Isa, int N, class I = typename Isa::I>
-inline void nibbles(const I* plane, I* out) {
+PWJAX_INLINE void nibbles(const I* plane, I* out) {
   const I even = Isa::all(0x55555555), pairs = Isa::all(0x33333333);
   I low[2], high[2];
   // Fields of two bits: columns 2k of planes 2 and 3 (1 and 2, ...) in low[0], columns 2k + 1 in low[1].
@@ -23,6 +25,7 @@ inline void nibbles(const I* plane, I* out) {
     low[1] = Isa::select(even, Isa::template right<1>(last), before);
   }
   if constexpr (N <= 2) {
+    PWJAX_UNROLL
     for (int k = 0; k < 2; ++k) {
       out[k] = Isa::both(low[k], pairs);
       out[k + 2] = Isa::both(Isa::template right<2>(low[k]), pairs);
@@ -37,6 +40,7 @@ inline void nibbles(const I* plane, I* out) {
       high[0] = Isa::select(even, second, Isa::template left<1>(plane[0]));
       high[1] = Isa::select(even, Isa::template right<1>(second), plane[0]);
     }
+    PWJAX_UNROLL
     for (int k = 0; k < 2; ++k) {
       out[k] = Isa::select(pairs, low[k], Isa::template left<2>(high[k]));
       out[k + 2] = Isa::select(pairs, Isa::template right<2>(low[k]), high[k]);
@@ -46,9 +50,7 @@ inline void nibbles(const I* plane, I* out) {
 
 // B planes to the last four bits of every code in `codes->low`, and to those above in `codes->high` where B > 4.
 template <class Isa, int B>
-inline void unpack_nibbles(const uint32_t* const* planes, typename Isa::Codes* codes) {
-  typename Isa::I plane[B];
-  for (int p = 0; p < B; ++p) plane[p] = Isa::at(planes[p]);
+PWJAX_INLINE void unpack_nibbles(const typename Isa::I* plane, typename Isa::Codes* codes) {
   nibbles<Isa, (B < 4 ? B : 4)>(plane + (B < 4 ? 0 : B - 4), codes->low);
   if constexpr (B > 4) nibbles<Isa, B - 4>(plane, codes->high);
 }

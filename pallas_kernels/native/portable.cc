@@ -29,7 +29,10 @@ struct Isa {
   }
   static void store(float* to, V v) { __builtin_memcpy(to, &v, sizeof v); }
   static V fma(V a, V b, V c) { return a * b + c; }
-  static float sum(V v) { return (v[0] + v[1]) + (v[2] + v[3]); }
+  // Sums of four vectors.
+  static void sums(const V* v, float* to) {
+    for (int i = 0; i < 4; ++i) to[i] = (v[i][0] + v[i][1]) + (v[i][2] + v[i][3]);
+  }
 
   // Columns in their own order.
   static int plane_column(int at) { return at; }
@@ -47,12 +50,17 @@ struct Isa {
     for (int i = 0; i < 1 << B; ++i) table->value[i] = half(lut[i / 2] >> (16 * (i % 2)));
   }
 
+  // Up to 4 words, the others 0.
+  static void copy_part(const uint32_t* from, int64_t count, uint32_t* to) {
+    for (int64_t w = 0; w < kLanes; ++w) to[w] = w < count ? from[w] : 0;
+  }
+
   template <int B>
-  static void unpack(const uint32_t* const* planes, Codes* codes) {
+  static void unpack(const uint32_t* const* planes, int64_t word, Codes* codes) {
     for (int w = 0; w < kChunk / 32; ++w) {
       for (int c = 0; c < 32; ++c) {
         uint32_t code = 0;
-        for (int p = 0; p < B; ++p) code = code << 1 | (planes[p][w] >> c & 1);
+        for (int p = 0; p < B; ++p) code = code << 1 | (planes[p][word + w] >> c & 1);
         codes->code[32 * w + c] = static_cast<uint8_t>(code);
       }
     }
