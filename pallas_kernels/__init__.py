@@ -16,20 +16,29 @@ from functools import cache
 def chosen_kernels() -> str:
     """The implementation that ops take unless one is named: the environment's ``PWJAX_KERNELS``, else the best here.
 
-    The best is "native" where those kernels are built and have vectors to run on, else "xla"; it is logged once.
+    The best is "pallas" where JAX has a CUDA GPU to run on; on CPUs "native" where those kernels are built and have
+    vectors to run on; else "xla". It is logged once.
     """
     return os.environ.get("PWJAX_KERNELS") or _told(_best())
 
 
 def _best() -> str:
     # Here, because it imports JAX.
-    from pallas_kernels import native
+    from pallas_kernels import gpu, native
 
     try:
-        usable = not native.problem()
+        if not gpu.problem():
+            return "pallas"
+        return "xla" if native.problem() else cpu_kernels()
     except RuntimeError:  # JAX has no device
         return "xla"
-    return "native" if usable and native.instruction_set() != "portable" else "xla"
+
+
+def cpu_kernels() -> str:
+    """The best implementation for CPUs, whatever else JAX can run on."""
+    from pallas_kernels import native
+
+    return "native" if not native.load()[1] and native.instruction_set() != "portable" else "xla"
 
 
 @cache

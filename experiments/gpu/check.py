@@ -17,8 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.expert_ffn import problems
 from pallas_kernels.expert_ffn.pallas_gpu import pallas_expert_ffn
 from pallas_kernels.expert_ffn.reference import paged_expert_ffn
+from pallas_kernels.expert_ffn.triton import triton_expert_ffn
 from pallas_kernels.expert_ffn.tuning import blocks_for
 from pallas_kernels.paged_attention import Past
 from pallas_kernels.paged_attention.pallas_gpu import pallas_paged_attention
@@ -81,6 +83,10 @@ class Check:
         self.interpret, self.repeats = interpret, 2 if interpret else 20
         self.shapes = TINY if interpret else SHAPES
         self.layers, self.kernels, self.bytes_per_s = {}, {}, float("nan")
+        # jax-triton has kernels for few tokens; more take the reference.
+        self.backends = {"pallas": partial(pallas_expert_ffn, interpret=interpret)}
+        if not problems()["triton"]:
+            self.backends["triton"] = triton_expert_ffn
 
     def layer(self, name: str) -> Layer:
         """The layer of a shape."""
@@ -89,12 +95,11 @@ class Check:
             self.layers, self.kernels = {name: Layer(*self.shapes[name])}, {}
         return self.layers[name]
 
-    def kernel(self, layer: Layer, **options):
+    def kernel(self, layer: Layer, backend: str = "pallas", **options):
         """expert_ffn of a layer, compiled once for each number of tokens."""
-        key = tuple(options.values())
+        key = backend, *options.values()
         if key not in self.kernels:
-            options |= {"geometry": layer.geometry, "interpret": self.interpret}
-            self.kernels[key] = jax.jit(partial(pallas_expert_ffn, **options))
+            self.kernels[key] = jax.jit(partial(self.backends[backend], geometry=layer.geometry, **options))
         return self.kernels[key]
 
     def parity(self):
@@ -106,11 +111,13 @@ class Check:
             args = layer.call(tokens, bits, seed=bits + tokens)
             with jax.default_matmul_precision("highest"):
                 want = jax.jit(partial(paged_expert_ffn, geometry=layer.geometry))(*args)
-            got = self.kernel(layer)(*args)
-            y, stats = (error(a, b) for a, b in zip(got, want, strict=True))
-            again = bool(jnp.all(self.kernel(layer)(*args)[0] == got[0]))
-            yield {"op": "expert_ffn", "shape": name, "bits": bits, "tokens": tokens, "error": y, "stats_error": stats,
-                   "same_again": again, "good": y < 2e-3 and stats < 2e-3 and again}  # fmt: skip
+            for backend in self.backends if tokens < 512 else ("pallas",):
+                got = self.kernel(layer, backend)(*args)
+                y, stats = (error(a, b) for a, b in zip(got, want, strict=True))
+                again = bool(jnp.all(self.kernel(layer, backend)(*args)[0] == got[0]))
+                yield {"op": "expert_ffn", "backend": backend, "shape": name, "bits": bits, "tokens": tokens,
+                       "error": y, "stats_error": stats, "same_again": again,
+                       "good": y < 2e-3 and stats < 2e-3 and again}  # fmt: skip
 
     def attention(self):
         """Attention over pages against the XLA reference, and its time."""
@@ -155,10 +162,12 @@ class Check:
                 args = layer.call(tokens, bits)
                 if dense is None:
                     dense = self._dense_ms(layer, args[0], args[1])
-                ms, size = median_ms(self.kernel(layer), *args, repeats=self.repeats), layer.bytes_read(args[1], bits)
-                yield {"op": "expert_ffn", "shape": name, "tokens": tokens, "bits": bits, "median_ms": ms,
-                       "bytes": size, "dense_bf16_ms": dense, "speedup_vs_bf16": dense / ms,
-                       "fraction_of_bandwidth": size / (ms * 1e-3) / self.bytes_per_s}  # fmt: skip
+                size = layer.bytes_read(args[1], bits)
+                for backend in self.backends if tokens <= 4 else ("pallas",):
+                    ms = median_ms(self.kernel(layer, backend), *args, repeats=self.repeats)
+                    yield {"op": "expert_ffn", "backend": backend, "shape": name, "tokens": tokens, "bits": bits,
+                           "median_ms": ms, "bytes": size, "dense_bf16_ms": dense, "speedup_vs_bf16": dense / ms,
+                           "fraction_of_bandwidth": size / (ms * 1e-3) / self.bytes_per_s}  # fmt: skip
 
     def _dense_ms(self, layer: Layer, x: jax.Array, chosen: jax.Array) -> float:
         """gate_up and down of the chosen experts in bfloat16, each on an even share of the choices."""
@@ -227,7 +236,7 @@ def main() -> None:
     end = time.monotonic() + 60 * args.minutes
     check, rows, left_out = Check(args.interpret), [], []
     facts = {"device": device.device_kind, "jax": jax.__version__, "interpret": args.interpret,
-             "date": time.strftime("%Y-%m-%d")}  # fmt: skip
+             "date": time.strftime("%Y-%m-%d"), "triton": problems()["triton"] or "available"}  # fmt: skip
 
     def write() -> None:
         text = json.dumps({**facts, "left_out": left_out, "rows": rows}, indent=1) + "\n"

@@ -5,6 +5,7 @@ from functools import partial
 import jax
 
 from pallas_kernels import dispatch, gpu, native
+from pallas_kernels.expert_ffn import triton
 from pallas_kernels.expert_ffn.native import native_expert_ffn
 from pallas_kernels.expert_ffn.pallas_gpu import pallas_expert_ffn
 from pallas_kernels.expert_ffn.reference import ACTIVATIONS, paged_expert_ffn
@@ -14,9 +15,10 @@ IMPLEMENTATIONS = {
     "xla": paged_expert_ffn,
     "native": native_expert_ffn,
     "pallas": pallas_expert_ffn,
+    "triton": triton.triton_expert_ffn,
 }
 # Of those that may be unusable: why this one is here, empty if it is not.
-PROBLEMS = {"native": native.problem, "pallas": gpu.problem}
+PROBLEMS = {"native": native.problem, "pallas": gpu.problem, "triton": triton.problem}
 
 
 def problems() -> dict[str, str]:
@@ -56,7 +58,7 @@ def expert_ffn(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _expert_ffn(geometry, name, activation, moments, *read):
-    return IMPLEMENTATIONS[name](*read, geometry, activation, moments)  # pyright: ignore[reportCallIssue]
+    return dispatch.call(name, IMPLEMENTATIONS, read, geometry, activation, moments)
 
 
 def _forward(geometry, name, activation, moments, *read):

@@ -10,7 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.expert_ffn.gpu_tiles import Tile, Weights, by_bits, by_column
+from pallas_kernels.expert_ffn.gpu_ffn import by_column
+from pallas_kernels.expert_ffn.gpu_tiles import Tile, Weights, by_bits
 from pallas_kernels.expert_ffn.grouping import Groups, tile_count
 from pallas_kernels.expert_ffn.reference import ACTIVATIONS
 from pallas_kernels.expert_ffn.tuning import Blocks

@@ -2,7 +2,7 @@
 
 A tile is ``rows`` rows by some words of 32 columns. A thread holds whole words of every plane, so all shifts that
 take a word apart are constants and no value moves between threads. Columns come in an order that is cheap to make;
-activations are stored ``[..., 32, words]`` (:func:`by_column`), so that any order reads them in whole lines.
+activations are stored ``[..., 32, words]`` (:func:`.gpu_ffn.by_column`), so that any order reads them in whole lines.
 
 Codes become values in one of two ways. Where the table of a row fits in registers, PRMT instructions pick its bytes,
 four columns at a time; otherwise each column gathers a word of two centroids from the LUT page.
@@ -22,16 +22,6 @@ from pallas_kernels.pages import Geometry, RowLayout, ceil_div
 
 # ``use(carry, word, column, value)``: folds the values of one column of each word, float32[rows, words], into a carry.
 Use = Callable[[Any, Any, Any, jax.Array], Any]
-
-
-def by_column(x: jax.Array, multiple: int = 1) -> jax.Array:
-    """Rows ``[..., K]`` as ``[..., 32, W]``: column ``32*w + c`` at ``[c, w]``, zeros where K ends.
-
-    W is ``ceil(K/32)``, or the next ``multiple``.
-    """
-    words = ceil_div(x.shape[-1], 32 * multiple) * multiple
-    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 32 * words - x.shape[-1])])
-    return x.reshape(*x.shape[:-1], words, 32).swapaxes(-1, -2)
 
 
 class Weights(NamedTuple):
@@ -96,7 +86,11 @@ class Tile:
         return plgpu.load(self.weights.arena.at[jnp.broadcast_to(page, shape), jnp.broadcast_to(word, shape)])
 
     def _repeat(self, count: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-        """``body(i, carry)``, unrolled where machine code is made, so that ``i`` is a constant there."""
+        """``body(i, carry)``, unrolled where machine code is made, so that ``i`` is a constant there.
+
+        Outside of it a quarter of the columns is a turn of a loop: the time that Triton takes to compile grows with
+        the square of the memory accesses in a kernel.
+        """
         if self.interpret:
             return lax.fori_loop(0, count, body, carry)
         for i in range(count):
@@ -110,15 +104,19 @@ class Tile:
         page = self._page(slot)
 
         def read(word, carry, use):
-            def pair(i, carry):
-                both = self._word(page, start + jnp.minimum(16 * word + i, layout.row_words - 1))
+            def quarter(s, carry):
+                def pair(i, carry):
+                    i = 4 * s + i
+                    both = self._word(page, start + jnp.minimum(16 * word + i, layout.row_words - 1))
 
-                def half(j, carry):
-                    return use(carry, 2 * i + j, lax.bitcast_convert_type(_shift(both, 16 * j) << 16, jnp.float32))
+                    def half(j, carry):
+                        return use(carry, 2 * i + j, lax.bitcast_convert_type(_shift(both, 16 * j) << 16, jnp.float32))
 
-                return self._repeat(2, half, carry)
+                    return self._repeat(2, half, carry)
 
-            return self._repeat(16, pair, carry)
+                return self._repeat(4, pair, carry)
+
+            return lax.fori_loop(0, 4, quarter, carry)
 
         return jnp.ones(self.rows.shape, jnp.float32), read
 
@@ -143,17 +141,21 @@ class Tile:
         """A word of two centroids for each column: planes but the last say which, the last one which half."""
 
         def decode(planes, carry, use):
-            def eighth(s, carry):
-                index = _compose(planes[:-1], s, 0x01010101)
+            def quarter(q, carry):
+                def eighth(h, carry):
+                    s = 2 * q + h
+                    index = _compose(planes[:-1], s, 0x01010101)
+                    half = _compose(planes[-1:], s, 0x01010101) << 4
 
-                def one(byte, carry):
-                    both = table((_shift(index, 8 * byte) & 0xFF).astype(jnp.int32))
-                    odd = _shift(planes[-1], 8 * byte + s) & 1
-                    return use(carry, 8 * byte + s, _half(both >> (odd << 4)))
+                    def one(byte, carry):
+                        both = table((_shift(index, 8 * byte) & 0xFF).astype(jnp.int32))
+                        return use(carry, 8 * byte + s, _half(both >> (_shift(half, 8 * byte) & 0xFF)))
 
-                return self._repeat(4, one, carry)
+                    return self._repeat(4, one, carry)
 
-            return self._repeat(8, eighth, carry)
+                return self._repeat(2, eighth, carry)
+
+            return lax.fori_loop(0, 4, quarter, carry)
 
         return decode
 
@@ -194,7 +196,7 @@ class Tile:
 
                 return self._repeat(2, half, carry)
 
-            return self._repeat(4, quarter, carry)
+            return lax.fori_loop(0, 4, quarter, carry)
 
         return decode
 

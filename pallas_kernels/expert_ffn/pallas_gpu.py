@@ -10,11 +10,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from pallas_kernels.expert_ffn.grouping import combine, group
+from pallas_kernels.expert_ffn.gpu_ffn import feed_forward, power_of_two, stream_rows
 from pallas_kernels.expert_ffn.tuning import Blocks, blocks_for
-from pallas_kernels.pages import Geometry, ceil_div
+from pallas_kernels.pages import Geometry
 
 
 def pallas_expert_ffn(
@@ -45,44 +44,14 @@ def pallas_expert_ffn(
 
     (tokens, k), experts = experts_of.shape, bits.shape[0]
     blocks = blocks or blocks_for(geometry)
-    if tokens * k < blocks.grouped_from * experts:
-        rows, form = _stream_rows(tokens, k, experts, blocks), streamed
-    else:
+    rows, form = stream_rows(tokens, k, experts, blocks), streamed
+    if not rows:
         # 16 rows are the least that a matrix unit takes.
-        rows = min(blocks.block_m, max(16, _power_of_two(tokens * k // experts)))
+        rows = min(blocks.block_m, max(16, power_of_two(tokens * k // experts)))
         form = partial(grouped, operands=operands)
-    groups = group(experts_of, valid, experts, rows)
-    given = groups, Weights(arena, bits, pages), geometry
-    # Padding rows read token 0, and weigh nothing.
-    source = jnp.where(groups.choice < tokens * k, groups.choice // k, 0)
-    inner = form(x, source, *given, 0, activation, blocks, interpret)
-    own = jnp.arange(source.size, dtype=jnp.int32).reshape(source.shape)
-    out = form(inner.reshape(source.size, -1), own, *given, 1, activation, blocks, interpret)
+    weights = Weights(arena, bits, pages)
 
-    # Tiles that are not in use may hold anything.
-    used = (jnp.arange(len(groups.expert)) < groups.used)[:, None, None]
-    squares = jnp.where(used, inner, 0.0) ** 2
-    inside = groups.slot < source.size
-    inner_norm = squares.sum(-1).reshape(-1)[jnp.where(inside, groups.slot, 0)]
-    norms = jnp.stack([jnp.broadcast_to(jnp.sum(x * x, -1)[:, None], inside.shape), inner_norm], -1)
-    found = combine(out, groups, gates), jnp.where(inside[..., None], norms, 0.0)
-    if not moments:
-        return found
-    # Weight of each choice, by token and by the tile row that serves it; products, since a scatter adds in any order.
-    one_of = experts_of[..., None] == jnp.arange(experts)
-    weight = jnp.where(valid[:, None], gates**2, 0.0)
-    by_token = jnp.sum(one_of * weight[..., None], 1)
-    row_weight = jnp.pad(weight.reshape(-1), (0, 1))[groups.choice]
-    by_row = (groups.expert[:, None, None] == jnp.arange(experts)) * row_weight[..., None]
-    total = partial(jnp.dot, precision=lax.Precision.HIGHEST)
-    outer = total(by_token.T, x * x)
-    return *found, (outer, total(by_row.reshape(-1, experts).T, squares.reshape(source.size, -1)))
+    def product(x, source, groups, matrix):
+        return form(x, source, groups, weights, geometry, matrix, activation, blocks, interpret)
 
-
-def _power_of_two(at_least: int) -> int:
-    return 1 << max(0, at_least - 1).bit_length()
-
-
-def _stream_rows(tokens: int, k: int, experts: int, blocks: Blocks) -> int:
-    """Choices of a tile: twice an even share, since a second pass over an expert's planes costs more than idle rows."""
-    return min(blocks.stream_tokens, _power_of_two(min(tokens, ceil_div(2 * tokens * k, experts))))
+    return feed_forward(product, rows, x, experts_of, gates, valid, experts, moments)

@@ -40,4 +40,4 @@ def paged_attention(
     :func:`pallas_kernels.chosen_kernels`. Raises ValueError for an implementation that is unknown or unavailable.
     """
     name = dispatch.choose("paged_attention", implementation, IMPLEMENTATIONS, PROBLEMS)
-    return IMPLEMENTATIONS[name](q, fresh_k, fresh_v, fresh_start, past, layer, window)
+    return dispatch.call(name, IMPLEMENTATIONS, (q, fresh_k, fresh_v, fresh_start, past, layer), window)

@@ -29,6 +29,7 @@ def examine() -> dict[str, Any]:
     return {
         "versions": environment.versions(),
         "extras": environment.optional_versions(),
+        "extras_problem": _extras_problem(),
         "devices": devices,
         "device_problem": problem,
         "cpu": environment.cpu_info(),
@@ -56,6 +57,14 @@ def kernels(platforms: set[str]) -> dict[str, str]:
     return found
 
 
+def _extras_problem() -> str | None:
+    """Installed versions of jax, jax-triton and triton that do not work together; None where nobody asked for them."""
+    from pallas_kernels import gpu
+
+    versions = gpu.triton_versions()
+    return gpu.triton_problem(versions) or None if versions["jax-triton"] else None
+
+
 def _directory(path: Path) -> dict[str, Any]:
     # The nearest folder that is there decides: a cache is made when it is first needed.
     nearest = next((p for p in (path, *path.parents) if p.exists()), path)
@@ -77,7 +86,8 @@ def render(report: dict[str, Any]) -> str:
         return "not reported" if count is None else format_bytes(count)
 
     section("versions", list(report["versions"].items()))
-    section("extras", [(name, version or "not installed") for name, version in report["extras"].items()])
+    extras = [(name, version or "not installed") for name, version in report["extras"].items()]
+    section("extras", extras + ([("problem", report["extras_problem"])] if report["extras_problem"] else []))
     devices = [
         (f"{d['platform']}:{d['id']}", f"{d['kind']}, memory {size(d['memory_bytes'])}") for d in report["devices"]
     ]

@@ -35,6 +35,11 @@ class MachineCode:
     stack_bytes: int
     loops: tuple[int, ...]
 
+    def nested(self, turns: int) -> int:
+        """Instructions of one turn of the outer loop, of two, whose inner one has so many turns."""
+        inner, outer = sorted(self.loops)
+        return outer + (turns - 1) * inner
+
 
 def lower(function, *args):
     """``function`` of shapes, lowered for CUDA as for an H200."""
@@ -77,17 +82,26 @@ def kernels(lowered) -> list[Kernel]:
 
 def machine_code(kernel: Kernel, capability: int) -> MachineCode:
     """Compile for compute capability 80, 90, ... with Triton's own ptxas."""
+    pytest.importorskip("triton")
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, f"{kernel.name}.ttir")
+        source.write_text(kernel.ttir)
+        return compiled(str(source), capability, kernel.warps, kernel.stages)
+
+
+def compiled(source, capability: int, warps: int, stages: int) -> MachineCode:
+    """What Triton makes of a source: a file of its language, or a kernel with its constants."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
 
+    # Products and sums may be fused, which is what XLA's own Triton does.
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    options = {"num_warps": warps, "num_stages": stages}
+    code = triton.compile(source, GPUTarget("cuda", capability, LANES), options).asm["cubin"]
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.TemporaryDirectory() as folder:
-        source, binary = Path(folder, f"{kernel.name}.ttir"), Path(folder, "kernel.cubin")
-        source.write_text(kernel.ttir)
-        options = {"num_warps": kernel.warps, "num_stages": kernel.stages}
-        # Products and sums may be fused, which is what XLA's own Triton does.
-        os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
-        binary.write_bytes(triton.compile(str(source), GPUTarget("cuda", capability, LANES), options).asm["cubin"])
+        binary = Path(folder, "kernel.cubin")
+        binary.write_bytes(code)
 
         def tool(*command):
             return subprocess.run([tools / command[0], *command[1:], binary], capture_output=True, text=True).stdout

@@ -8,8 +8,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from gpu_compile import LANES, kernels, lower, machine_code
+from gpu_compile import LANES, compiled, kernels, lower, machine_code
 
+from pallas_kernels.expert_ffn import triton, triton_kernel
 from pallas_kernels.expert_ffn.pallas_gpu import pallas_expert_ffn
 from pallas_kernels.expert_ffn.tuning import blocks_for
 from pallas_kernels.paged_attention import Past
@@ -22,11 +23,15 @@ spec = jax.ShapeDtypeStruct
 QWEN, MIXTRAL, GEMMA = (2048, 1408, 60, 4), (4096, 14336, 8, 2), (2816, 704, 128, 8)
 
 
-def compiled(shape, tokens, widths, fallback, capability=90, num_pages=200_000):
+def geometry_of(shape, widths, fallback):
+    hidden, inner, *_ = shape
+    return Geometry(11264, widths, fallback, BlockShape(2 * inner, hidden, 4), BlockShape(hidden, inner, 4))
+
+
+def programs(shape, tokens, widths, fallback, capability=90, num_pages=200_000):
     """Machine code of every kernel of one expert_ffn, by name."""
-    hidden, inner, experts, k = shape
-    blocks = BlockShape(2 * inner, hidden, 4), BlockShape(hidden, inner, 4)
-    geometry = Geometry(11264, widths, fallback, *blocks)
+    hidden, _, experts, k = shape
+    geometry = geometry_of(shape, widths, fallback)
     args = (
         spec((tokens, hidden), jnp.float32), spec((tokens, k), jnp.int32), spec((tokens, k), jnp.float32),
         spec((tokens,), jnp.bool_), spec((num_pages, geometry.page_words), jnp.uint32),
@@ -39,35 +44,72 @@ def compiled(shape, tokens, widths, fallback, capability=90, num_pages=200_000):
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("shape", [QWEN, GEMMA], ids=["qwen", "gemma"])
 def test_a_decode_program_spills_nothing(shape, capability):
-    _, found = compiled(shape, 1, (2, 3, 4, 5, 6), True, capability)
+    _, found = programs(shape, 1, (2, 3, 4, 5, 6), True, capability)
     assert found.keys() == {"pwjax_stream_gate_up", "pwjax_stream_down"}
     for kernel, code in found.values():
         # Pages lie further apart than 32 bits of words reach.
         assert "i64" in kernel.ttir
-        assert code.stack_bytes == 0 and code.registers <= 200, (kernel.name, code)
+        assert code.stack_bytes == 0 and code.registers <= 208, (kernel.name, code)
 
 
-# Instructions of the inner loop for each weight, one token: above the measured figures by a tenth at most.
-@pytest.mark.parametrize(("bits", "ceiling"), [(2, 5.0), (3, 5.4), (4, 7.0), (5, 9.5), (6, 16.0), (8, 18.0)])
-def test_instructions_of_a_weight(bits, ceiling):
-    geometry, found = compiled(QWEN, 1, (bits,), False)
+# Instructions for each weight, one token, of the loop over words and the loop over quarters of their columns in it:
+# above the measured figures by a tenth at most.
+CEILINGS = [(2, 5.0), (3, 5.4), (4, 7.0), (5, 9.5), (6, 16.0), (8, 18.0)]
+
+
+def instructions(geometry, matrix, code):
     blocks = blocks_for(geometry)
+    return code.nested(4) / (blocks.rows * blocks.words[matrix] * 32 / (blocks.warps * LANES))
+
+
+@pytest.mark.parametrize(("bits", "ceiling"), CEILINGS)
+def test_instructions_of_a_weight(bits, ceiling):
+    geometry, found = programs(QWEN, 1, (bits,), False)
     for matrix, name in enumerate(("pwjax_stream_gate_up", "pwjax_stream_down")):
-        kernel, code = found[name]
-        weights = blocks.rows * blocks.words[matrix] * 32 / (kernel.warps * LANES)
-        print(bits, name, round(max(code.loops) / weights, 2), code)
-        assert max(code.loops) / weights <= ceiling, (name, code)
+        code = found[name][1]
+        print(bits, name, round(instructions(geometry, matrix, code), 2), code)
+        assert instructions(geometry, matrix, code) <= ceiling, (name, code)
+
+
+def triton_code(geometry, matrix, tokens, capability=90):
+    """The jax-triton kernel, as jax-triton has it compiled: every array begins at a multiple of 16 bytes."""
+    from triton.compiler import ASTSource
+
+    blocks = blocks_for(geometry)
+    given = triton.constants(geometry, matrix, tokens, geometry.slots, "silu", blocks)
+    kernel, of = triton_kernel.compiled(), {"x_ptr": "*fp32", "arena_ptr": "*u32", "out_ptr": "*fp32"}
+    signature = {name: "constexpr" if name in given else of.get(name, "*i32") for name in kernel.arg_names}
+    attrs = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind != "constexpr"}
+    return compiled(ASTSource(kernel, signature, given, attrs), capability, blocks.warps, 1)
+
+
+@pytest.mark.parametrize(("bits", "ceiling"), CEILINGS)
+def test_instructions_of_a_weight_in_triton(bits, ceiling):
+    geometry = geometry_of(QWEN, (bits,), False)
+    for matrix in (0, 1):
+        code = triton_code(geometry, matrix, 1)
+        print(bits, matrix, round(instructions(geometry, matrix, code), 2), code)
+        assert instructions(geometry, matrix, code) <= ceiling, code
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_the_triton_kernel_spills_nothing(tokens, capability):
+    for matrix in (0, 1):
+        code = triton_code(geometry_of(QWEN, (2, 3, 4, 5, 6), True), matrix, tokens, capability)
+        print(tokens, matrix, code)
+        assert code.stack_bytes == 0 and code.registers <= (208 if tokens == 1 else 255), code
 
 
 def test_a_prompt_program_spills_nothing():
-    _, found = compiled(QWEN, 512, (4,), True)
+    _, found = programs(QWEN, 512, (4,), True)
     assert {name.split("_")[1] for name in found} == {"dequantize", "product"}
     for kernel, code in found.values():
         assert code.stack_bytes == 0, (kernel.name, code)
 
 
 def test_a_small_arena_needs_no_wide_addresses():
-    _, found = compiled(QWEN, 1, (3,), False, num_pages=100)
+    _, found = programs(QWEN, 1, (3,), False, num_pages=100)
     assert all("i64" not in kernel.ttir for kernel, _ in found.values())
 
 

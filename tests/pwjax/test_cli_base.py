@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pwjax.cli as cli
+from pallas_kernels import gpu
 from pwjax import environment
 from pwjax.cli.options import EngineOptions, engine_options
 from pwjax.errors import BudgetError, InterruptedRun, UsageError
@@ -194,6 +195,17 @@ def test_doctor_and_version(capsys, monkeypatch, tmp_path):
     assert json.loads(run(capsys, "version", "--json")[1])["python"]
     assert run(capsys, "version")[1].startswith("pwjax ")
     assert run(capsys, "--version")[1].startswith("pwjax ")
+
+
+def test_doctor_names_versions_that_do_not_work_together(capsys, monkeypatch):
+    installed = {"jax": "0.12.0.1", "jax-triton": "0.4.1", "triton": "3.9.0"}
+    monkeypatch.setattr(gpu, "triton_versions", lambda: installed)
+    report = json.loads(run(capsys, "doctor", "--json")[1])
+    assert "jax-triton 0.4.1 fails with jax 0.12.0.1" in report["extras_problem"]
+    assert report["kernels"]["expert_ffn/triton"].startswith("unavailable: ")
+    assert report["extras_problem"] in run(capsys, "doctor")[1]
+    installed["jax-triton"] = None  # nobody asked for it
+    assert json.loads(run(capsys, "doctor", "--json")[1])["extras_problem"] is None
 
 
 def test_doctor_survives_a_broken_device(capsys, monkeypatch):
