@@ -33,10 +33,11 @@ WARM, GROWTH = 0.2, 0.05
 
 
 class Traffic:
-    """Random requests: lengths log-uniform, half of them sampled; a burst of twice the slots now and then."""
+    """Random requests: lengths log-uniform, half of them sampled; ``rate`` a turn, and a burst of twice the slots now
+    and then."""
 
-    def __init__(self, rng: np.random.Generator, vocab: int, context: int, slots: int, longest: int):
-        self.rng, self.vocab, self.slots = rng, vocab, slots
+    def __init__(self, rng: np.random.Generator, vocab: int, context: int, slots: int, longest: int, rate: float):
+        self.rng, self.vocab, self.slots, self.rate = rng, vocab, slots, rate
         self.longest = min(longest, context)
         self.sent = 0
 
@@ -57,7 +58,7 @@ class Traffic:
         if waiting > 3 * self.slots:
             return []
         draw = self.rng.random()
-        count = 2 * self.slots if draw < 0.002 else int(draw < 0.05) if waiting < self.slots else 0
+        count = 2 * self.slots if draw < 0.002 else int(draw < self.rate) if waiting < self.slots else 0
         return [self.request() for _ in range(count)]
 
 
@@ -118,7 +119,7 @@ def soak(model: Path | None, args: argparse.Namespace, log: Path, tell) -> dict:
     """One soak of one model, with its replay; returns the result."""
     artifact = open_model(model)
     context = min(args.context, artifact.config.max_positions)
-    shapes = {"batch": args.batch, "context": context}
+    shapes = {"batch": args.batch, "context": context, "kv_dtype": args.kv_dtype}
     budget = budget_between(artifact, args.budget, **shapes)
     gc.collect()
     before = {"threads": threading.active_count(), "arrays": {id(a) for a in jax.live_arrays()}}
@@ -131,8 +132,9 @@ def soak(model: Path | None, args: argparse.Namespace, log: Path, tell) -> dict:
     with load(model, budget, **shapes, log=log, injected=Injected(transfer=transfer)) as engine:
         parts = engine.parts
         traffic = Traffic(
-            np.random.default_rng(args.seed), artifact.config.vocab_size, context, parts.shapes.slots, args.longest
-        )
+            np.random.default_rng(args.seed), artifact.config.vocab_size, context, parts.shapes.slots, args.longest,
+            args.rate,
+        )  # fmt: skip
         measured = serve(engine, traffic, args.minutes * 60, stores[0], tell)
         stats = engine.stats()
         weights = parts.table.total_pages(parts.pager.committed)
@@ -177,6 +179,8 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--longest", type=int, default=1024, help="tokens of the longest request")
     parser.add_argument("--budget", type=float, default=0.15, help="0: the smallest that works, 1: the largest of use")
+    parser.add_argument("--rate", type=float, default=0.05, help="requests that come a turn")
+    parser.add_argument("--kv-dtype", default="bfloat16", help="type of the KV cache")
     parser.add_argument("--faults", type=float, default=0.02, help="share of page reads that go wrong")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, help="epoch log; default: beside --out")
