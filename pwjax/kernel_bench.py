@@ -124,18 +124,20 @@ def read_bandwidth(total_bytes: int = 512 << 20) -> float:
 def _medians(cases: list[Case], seconds: float) -> list[float]:
     """Median milliseconds of each, one call each a turn; at least five turns, at most 200.
 
-    Two turns before, uncounted: one compiles, in the other caches and threads are as in all that follow.
+    Two turns before, uncounted: one compiles, in the other caches and threads are as in all that follow. Each turn has
+    an order of its own, for what ran just before decides what the caches hold.
     """
+    rng = np.random.default_rng(0)
     for turn in range(2):
         for case in cases:
             case.run(turn)
     times: list[list[float]] = [[] for _ in cases]
     end = time.perf_counter() + seconds
     for turn in count(2):
-        for case, own in zip(cases, times, strict=True):
+        for i in rng.permutation(len(cases)):
             start = time.perf_counter()
-            case.run(turn)
-            own.append((time.perf_counter() - start) * 1e3)
+            cases[i].run(turn)
+            times[i].append((time.perf_counter() - start) * 1e3)
         if turn > 200 or (turn > 5 and time.perf_counter() > end):
             break
     return [float(np.median(own)) for own in times]
