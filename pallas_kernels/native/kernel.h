@@ -97,12 +97,10 @@ struct Tile {
     }
   }
 
-  // One token: decoded weights never leave the registers. The rows take turns, so that their sums overlap.
+  // One token, planes: decoded weights never leave the registers. The rows take turns, so that their sums overlap.
   PWJAX_INLINE void dot(const float* x, V* sum) const {
     typename Isa::Codes codes[kRows];
-    if constexpr (B != 16) {
-      for (int i = 0; i < kRows; ++i) Isa::template unpack<B>(words[i], at, &codes[i]);
-    }
+    for (int i = 0; i < kRows; ++i) Isa::template unpack<B>(words[i], at, &codes[i]);
     PWJAX_UNROLL
     for (int g = 0; g < 8; ++g) {
       for (int i = 0; i < kRows; ++i) {
@@ -144,6 +142,39 @@ struct Rect {
     }
   }
 };
+
+// 16-bit rows and one token: nothing is decoded, and memory is fastest when it is read from one end to the other, so the
+// rows that take turns are as few as hide the latency of a sum.
+inline void stream_dense(const Rect& r) {
+  constexpr int kTurns = ceil_div(16, Isa::kLanes);
+  static_assert(kTurns <= kRows);
+  constexpr int64_t kStep = 2 * Isa::kLanes, kAhead = 2048;  // words: of four vectors, and until memory answers
+  const int64_t words = r.block.dense.row_words;
+  for (int64_t row = r.first; row < r.limit; row += kTurns) {
+    const uint32_t* from[kTurns];
+    for (int i = 0; i < kTurns; ++i) from[i] = r.block.dense.row(row + i < r.limit ? row + i : row);
+    V sum[kRows];
+    for (V& s : sum) s = Isa::zero();
+    for (int64_t at = 0; at < words; at += kStep) {
+      for (int i = 0; i < kTurns; ++i) {
+        const uint32_t* pairs = from[i] + at;
+        uint32_t part[kStep];
+        for (int64_t w = 0; w < kStep; w += 16) __builtin_prefetch(pairs + kAhead + w, 0, 3);
+        if (at + kStep > words) {
+          Isa::copy_part(pairs, words - at, part);
+          Isa::copy_part(pairs + Isa::kLanes, words - at - Isa::kLanes, part + Isa::kLanes);
+          pairs = part;
+        }
+        V w[4];
+        Isa::dense_values(pairs, w);
+        for (int u = 0; u < 4; ++u) sum[i] = Isa::fma(w[u], Isa::load(r.x[0] + 2 * at + u * Isa::kLanes), sum[i]);
+      }
+    }
+    float sums[kRows];
+    Isa::sums(sum, sums);
+    for (int i = 0; i < kTurns && row + i < r.limit; ++i) r.out[row + i - r.first] = sums[i];
+  }
+}
 
 template <int B>
 void stream_one(const Rect& r) {
@@ -228,7 +259,10 @@ void band(const Rect& r) {
 
 template <int B>
 void rows_at(const Rect& r) {
-  r.n == 1 ? stream_one<B>(r) : r.n <= kStreamed ? stream<B>(r) : band<B>(r);
+  if (r.n > kStreamed) return band<B>(r);
+  if (r.n > 1) return stream<B>(r);
+  if constexpr (B == 16) return stream_dense(r);
+  if constexpr (B != 16) return stream_one<B>(r);
 }
 
 inline void rows(const Rect& r) {

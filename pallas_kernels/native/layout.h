@@ -49,7 +49,7 @@ struct Geometry {
   Shape matrix[2];
 };
 
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Columns are padded to this many in the kernel's own copies of inputs: a whole number of chunks of every
 // instruction set.
