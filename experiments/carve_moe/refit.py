@@ -1,0 +1,73 @@
+"""The best outputs of chosen experts without training: ``down`` by least squares, layer by layer.
+
+Experts that are not chosen leave a gap that those chosen can fill in part, for what neurons add is correlated. One
+linear solve a layer does what hundreds of steps of gradient descent on the same error would.
+"""
+
+import numpy as np
+from split import choose
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def dense_output(x: np.ndarray, mlp: dict) -> np.ndarray:
+    """Output [T, H] of an MLP ``gate_up`` [2 F, H], ``down`` [H, F] of ``x`` [T, H]."""
+    gate, up = np.split(x @ mlp["gate_up"].T, 2, axis=1)
+    return (silu(gate) * up) @ mlp["down"].T
+
+
+def features(x: np.ndarray, layer: dict, k: int) -> np.ndarray:
+    """Neurons [T, F] of all experts, times gates and 0 where not chosen; those of the shared expert come last."""
+    scores = x @ layer["router"]["kernel"].T
+    odds = np.exp(scores - scores.max(1, keepdims=True))
+    gates = len(scores[0]) * odds / odds.sum(1, keepdims=True) * choose(odds, k, 0.0)
+    gate_up = layer["experts"]["gate_up"]
+    size = gate_up.shape[1] // 2
+    gate, up = (x @ part.reshape(-1, x.shape[1]).T for part in (gate_up[:, :size], gate_up[:, size:]))
+    routed = silu(gate) * up * np.repeat(gates, size, axis=1)
+    gate, up = np.split(x @ layer["shared"]["gate_up"].T, 2, axis=1)
+    return np.concatenate([routed, silu(gate) * up], axis=1)
+
+
+def token_weights(wanted: np.ndarray) -> np.ndarray:
+    """Weights [T, 1] of errors: what is wanted has outliers in norm that would count alone."""
+    squares = (wanted**2).sum(1, keepdims=True)
+    return (squares + 0.1 * np.median(squares)) ** -0.5
+
+
+def solve(neurons: np.ndarray, wanted: np.ndarray, start: np.ndarray, penalty: float) -> np.ndarray:
+    """Weights [H, F] that take ``neurons`` [T, F] nearest to ``wanted`` [T, H], drawn to ``start`` [H, F].
+
+    Least squares of errors with :func:`token_weights`. ``penalty`` is relative to the mean square of each neuron and
+    of all, so that those that seldom fire stay where they were.
+    """
+    weight = token_weights(wanted)
+    left = (wanted - neurons @ start.T) * weight
+    neurons = neurons * weight
+    gram = neurons.T @ neurons
+    diagonal = np.diag(gram).copy()
+    gram[np.diag_indices_from(gram)] += penalty * (diagonal + diagonal.mean())
+    return start + np.linalg.solve(gram, neurons.T @ left).T.astype(np.float32)
+
+
+def refit(x: np.ndarray, mlp: dict, layer: dict, k: int, penalty: float) -> tuple[dict, dict]:
+    """A carved ``layer`` with ``down`` of all experts fitted to the dense ``mlp`` on ``x`` [T, H]; and its errors.
+
+    The last eighth of the tokens is not fitted on; the errors are relative squared ones on it, before and after.
+    """
+    wanted, neurons = dense_output(x, mlp), features(x, layer, k)
+    experts, hidden, size = layer["experts"]["down"].shape
+    start = np.concatenate([layer["experts"]["down"].swapaxes(0, 1).reshape(hidden, -1), layer["shared"]["down"]], 1)
+    on = len(x) - len(x) // 8
+    fitted = solve(neurons[:on], wanted[:on], start, penalty)
+    weight = token_weights(wanted)[on:]
+    error = lambda down: float((((neurons[on:] @ down.T - wanted[on:]) * weight) ** 2).sum(1).mean())  # noqa: E731
+    down = fitted[:, : experts * size].reshape(hidden, experts, size).swapaxes(0, 1)
+    layer = {
+        **layer,
+        "experts": {**layer["experts"], "down": down},
+        "shared": {**layer["shared"], "down": fitted[:, experts * size :]},
+    }
+    return layer, {"error_before_refit": error(start), "error_after_refit": error(fitted)}
