@@ -6,7 +6,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_kernels.expert_ffn.gpu_ffn import by_column
+from pallas_kernels.expert_ffn.gpu_ffn import by_column, power_of_two
 from pallas_kernels.expert_ffn.gpu_tiles import Tile, Weights, by_bits
 from pallas_kernels.expert_ffn.grouping import Groups
 from pallas_kernels.expert_ffn.reference import ACTIVATIONS
@@ -33,6 +33,9 @@ def streamed(
     halves = 2 - matrix
     outputs, (tiles, m) = geometry.shape(matrix).rows // halves, source.shape
     columns, words = blocks.rows // halves, blocks.words[matrix]
+    # A power of two, so that the compiler makes one address of a column and a constant distance of every further one.
+    x_words = power_of_two(max(words, geometry.shape(matrix).plane_row_words))
+    x = by_column(x, x_words).reshape(len(x), -1)
 
     def kernel(expert_ref, used_ref, source_ref, x_ref, arena_ref, bits_ref, pages_ref, out_ref):
         at, first = pl.program_id(0), pl.program_id(1) * columns
@@ -48,7 +51,8 @@ def streamed(
             tile = Tile(memory, expert, geometry, matrix, rows, blocks.register_bits, interpret)
 
             def use(sums, word, column, value):
-                return tuple(s + value * x_ref[token, column, word] for s, token in zip(sums, tokens, strict=True))
+                place = column * x_words + word
+                return tuple(s + value * x_ref[token, place] for s, token in zip(sums, tokens, strict=True))
 
             def run(bits):
                 zeros = (jnp.zeros((blocks.rows, words), jnp.float32),) * m
@@ -68,7 +72,7 @@ def streamed(
         f"pwjax_stream_{MATRICES[matrix]}",
         (tiles, ceil_div(outputs, columns)),
         jax.ShapeDtypeStruct((tiles, m, outputs), jnp.float32),
-        (groups.expert, groups.used.reshape(1), source, by_column(x, words), *weights),
+        (groups.expert, groups.used.reshape(1), source, x, *weights),
         blocks.warps,
         1,
         interpret,
