@@ -17,11 +17,14 @@ from math import ceil
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Marks of headroom as fractions of the arena's pages; ValueError unless they ascend within 0..1."""
+    """Marks of headroom as fractions of the arena's pages; ValueError unless they ascend within 0..1.
 
-    demote_below: float = 0.02
-    settle_at: float = 0.05
-    promote_above: float = 0.10
+    They are low because headroom looks ahead already: what is kept free besides costs bits at the peak of the cache.
+    """
+
+    demote_below: float = 0.0
+    settle_at: float = 0.01
+    promote_above: float = 0.03
 
     def __post_init__(self):
         if not 0 <= self.demote_below <= self.settle_at < self.promote_above <= 1:

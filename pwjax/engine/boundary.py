@@ -98,6 +98,9 @@ class Boundaries:
         plan = demanded = self._demanded() if planning and decisions.live else None
         if plan is None:
             plan = decisions.plan(snapshot.observation) if planning and snapshot else None
+            if plan is not None and plan.released_pages < 0 and self.scheduler.blocked_pages:
+                # Cached prefixes count as free, what takes pages first are moves: a request that waits would starve.
+                plan = None
         if plan is not None and (plan.moves or plan is demanded):
             if plan is not demanded and plan.released_pages < 0 and pager.demoting:
                 self._withdraw_demotions(plan)

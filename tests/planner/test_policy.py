@@ -122,8 +122,8 @@ def test_spare_pages_must_last_before_they_are_spent(table):
     plans = [policy.step(Observation(bits, still, 200, 0, boundary)) for boundary in range(9)]
     assert plans[:8] == [None] * 8 and plans[8].moves
     for boundary in range(9, 30):
-        free = 0 if boundary == 12 else 200
-        plan = policy.step(Observation(bits, still, free, 0, boundary))
+        growth = 201 if boundary == 12 else 0
+        plan = policy.step(Observation(bits, still, 200, growth, boundary))
         assert (plan is None) == (12 < boundary <= 20), boundary
 
 
@@ -196,7 +196,7 @@ def test_uniform_dynamic_evens_out_after_a_failed_move(table):
     policy.initial(table, table.total_pages(5), 0)
     bits = np.where(np.arange(table.blocks) == 4, 5, 4)
     still = np.zeros(table.blocks, bool)
-    assert (policy.step(Observation(bits, still, 0, 0, boundary=1)).bits <= 4).all()
+    assert (policy.step(Observation(bits, still, 0, 1, boundary=1)).bits <= 4).all()
     assert (policy.step(Observation(bits, still, 999, 0, boundary=99)).bits == 5).all()
 
 

@@ -4,7 +4,11 @@ import numpy as np
 import pytest
 
 import pwjax
+from planner import promote
+from pwjax.engine.decisions import Live
 from pwjax.engine.sequence import Completion
+from pwjax.loading import Injected
+from pwjax.memory.transfer import SyncTransfer
 
 
 def run(engine, requests, turns: int) -> list[Completion]:
@@ -85,3 +89,29 @@ def test_scores_are_the_log_probabilities_that_generation_reports(open_tiny):
         assert stats["memory"]["peak_bytes"] <= stats["memory"]["budget_bytes"]
         with pytest.raises(pwjax.PromptError, match="129 tokens"):
             engine.score([1] * 129)
+
+
+class Grasping(Live):
+    """Gives up what its policy gives up, and else spends every page that seems spare on precision."""
+
+    def __init__(self):
+        pass  # of an engine that is not there yet
+
+    def plan(self, observation):
+        plan = super().plan(observation)
+        if plan is not None and plan.released_pages > 0:
+            return plan
+        spare = max(0, observation.headroom_pages)
+        return promote(self.table, observation.bits, spare, spare, observation.moving, "all of it")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_policy_starves_a_request_that_waits(open_tiny, seed):
+    # Prompts that stay cached count as free, so that promotions may take pages which a waiting request needs now.
+    decisions = Grasping()
+    with open_tiny(290, injected=Injected(transfer=SyncTransfer, clock=lambda: 0.0, decisions=decisions)) as engine:
+        decisions.table, decisions._policy = engine.parts.table, engine.parts.policy
+        done = run(engine, random_requests(12, seed), 1500)
+        assert sorted(c.id for c in done) == list(range(12))
+        assert engine.parts.pager.counters.promotions
+        engine.parts.allocator.check_invariants()
