@@ -123,7 +123,7 @@ class Pager:
     @property
     def staged_pages(self) -> int:
         """Padded pages of words in flight, those of cancelled copies that still run included."""
-        self._draining = [(handle, pages) for handle, pages in self._draining if not handle.done()]
+        self._let_go()
         return sum(move.staged_pages for move in self._moves.values()) + sum(pages for _, pages in self._draining)
 
     @property
@@ -196,6 +196,7 @@ class Pager:
         :class:`PageError` where one of them is not under way, and what a copy raises passes through.
         """
         self.pace.begin()
+        self._let_go()
         landed, failed = self._collect(urgent, idle) if outcome is None else self._replayed(outcome)
         blocks = tuple(move.block for move in landed)
         commits = self._commit(landed)
@@ -366,6 +367,10 @@ class Pager:
         move.handle = move.staged = None
         self.allocator.free(move.reserved, move_owner(move.block))
         del self._moves[move.block]
+
+    def _let_go(self) -> None:
+        """Forget cancelled copies that have ended, and with them their words."""
+        self._draining = [(handle, pages) for handle, pages in self._draining if not handle.done()]
 
     def _fail(self, move: Move, index: int) -> bool:
         """Drop a failed move and plan another try; True where the block is given up."""

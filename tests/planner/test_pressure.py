@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from planner import Thresholds, measure
 
-
 MARKS = Thresholds(0.02, 0.05, 0.10)
 
 
