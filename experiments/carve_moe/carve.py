@@ -3,8 +3,8 @@
 python experiments/carve_moe/carve.py --data DIR --work WORK [--top-k 10]
 
 Reads windows of the training mixture. Writes the tokenizer to ``WORK/tokenizer``, an Orbax checkpoint of the tree in
-``model.py`` to ``WORK/carved``, and to ``WORK/carved.json`` the energy that the chosen experts carry, a layer: chosen
-by oracle, and by the router.
+``model.py`` to ``WORK/carved``, and to ``WORK/carved.json``, a layer: the energy that the chosen experts carry, by
+oracle and by the router, and how far the residual is from the dense model's, relative and squared.
 """
 
 import argparse
@@ -17,8 +17,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import smollm2
 from data import batch, prepare
-from model import moe_config, run_layers
-from refit import refit, silu
+from model import attend, moe_config, split_heads
+from refit import dense_output, features, outputs, refit, silu, solve, token_weights
 from split import choose, expert_energy, ridge_router, shared_neurons, split
 from tqdm import tqdm
 
@@ -35,8 +35,11 @@ def take(gate_up: np.ndarray, down: np.ndarray, neurons: np.ndarray) -> dict:
     return {"gate_up": gate_up[rows], "down": np.moveaxis(down[:, neurons], 0, -2)}
 
 
-def carve_layer(x: np.ndarray, mlp: dict, settings: argparse.Namespace) -> tuple[dict, dict]:
-    """Router, experts and shared expert of one layer, and what is to be reported of it."""
+def carve_layer(x: np.ndarray, reads: np.ndarray, mlp: dict, settings: argparse.Namespace) -> tuple[dict, dict]:
+    """Router, experts and shared expert of one layer, and what is to be reported of it.
+
+    ``x`` [T, H] is what the dense layer reads, ``reads`` what the carved one will, from which the router must tell.
+    """
     experts, neurons = settings.experts, mlp["down"].shape[1]
     size = neurons // (experts + 1)
     fires = neuron_outputs(x, mlp["gate_up"], mlp["down"])
@@ -47,25 +50,69 @@ def carve_layer(x: np.ndarray, mlp: dict, settings: argparse.Namespace) -> tuple
     owner = np.empty(len(rest), int)
     owner[groups.ravel()] = np.repeat(np.arange(experts), size)
     energy = expert_energy(fires[:, rest] ** 2, owner, experts)
-    # Fitted on one half and judged on the other, then fitted on all.
-    half = np.arange(len(x)) % 2 == 0
-    fit = lambda on: ridge_router(x[on], energy[on], settings.penalty, settings.spread)  # noqa: E731
+    router = ridge_router(reads, energy, settings.penalty, settings.spread)
     share = energy / energy.sum(1, keepdims=True)
-    chosen = choose(np.exp(x[~half] @ fit(half).T), settings.top_k, 0.0)
-    rates = choose(energy, settings.top_k, 0.0).mean(0)
+    chosen, oracle = (choose(e, settings.top_k, 0.0) for e in (np.exp(reads @ router.T), energy))
     found = {
         "carried_by_round": carried,
-        "carried_oracle": float((share * choose(energy, settings.top_k, 0.0)).sum(1).mean()),
-        "carried_router": float((share[~half] * chosen).sum(1).mean()),
-        "oracle_rates": [float(rates.min()), float(rates.max())],
-        "router_rates": [float(chosen.mean(0).min()), float(chosen.mean(0).max())],
+        "carried_oracle": float((share * oracle).sum(1).mean()),
+        "carried_router": float((share * chosen).sum(1).mean()),
+        "selection_rates": [float(chosen.mean(0).min()), float(chosen.mean(0).max())],
     }
     layer = {
-        "router": {"kernel": fit(np.ones(len(x), bool))},
+        "router": {"kernel": router},
         "experts": take(mlp["gate_up"], mlp["down"], rest[groups]),
         "shared": {**take(mlp["gate_up"], mlp["down"], shared), "gate": np.zeros((1, x.shape[1]), np.float32)},
     }
     return layer, found
+
+
+def norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Root-mean-square norm of the residual ``x`` [T, H]."""
+    return x / np.sqrt((x**2).mean(1, keepdims=True) + smollm2.RMS_EPS) * scale
+
+
+def carve(dense: dict, tokens: np.ndarray, settings: argparse.Namespace) -> tuple[dict, list[dict]]:
+    """The carved tree of ``dense``, fitted on ``tokens`` int32[W, T], and a report a layer.
+
+    Layers are done in order, two residuals side by side: the dense model's, and that of the layers carved so far. Each
+    output matrix, of attention and of experts, is fitted to bring the second back to the first, on all but the last
+    eighth of the tokens.
+    """
+    windows, length = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+    mask = jnp.tril(jnp.ones((length, length), bool))
+    config = moe_config(settings.top_k, settings.experts)
+    heads = jax.jit(lambda attn, h: attend(*split_heads(config, attn, h, positions), mask))
+    held_out = len(tokens) * length * 7 // 8
+    on = slice(held_out)
+
+    def mix(attn: dict, h: np.ndarray) -> np.ndarray:
+        return np.asarray(heads(attn, h.reshape(windows, length, -1))).reshape(len(h), -1)
+
+    wanted = found = dense["embed"]["embedding"][tokens.ravel()]
+    layers, report = [], []
+    for index in tqdm(range(len(dense["layers"]["mlp"]["down"])), desc="layers"):
+        p = jax.tree.map(lambda a: a[index], dense["layers"])  # noqa: B023
+        output = p["attn"]["o"]["kernel"]
+        theirs, ours = (mix(p["attn"], norm(x, p["input_norm"]["scale"])) for x in (wanted, found))
+        wanted = wanted + theirs @ output.T
+        weight = token_weights(wanted)
+        fitted = solve(ours[on], (wanted - found)[on], output, weight[on], settings.refit_penalty)
+        found = found + ours @ fitted.T
+        x, reads = (norm(r, p["post_norm"]["scale"]) for r in (wanted, found))
+        layer, entry = carve_layer(x, reads, p["mlp"], settings)
+        wanted = wanted + dense_output(x, p["mlp"])
+        neurons, weight = features(reads, layer, settings.top_k), token_weights(wanted)
+        layer = refit(neurons[on], (wanted - found)[on], weight[on], layer, settings.refit_penalty)
+        found = found + neurons @ outputs(layer).T
+        error = (((found - wanted) * weight) ** 2).sum(1)
+        entry |= {"residual_error": float(error[on].mean()), "residual_error_held_out": float(error[held_out:].mean())}
+        attn = {**p["attn"], "o": {"kernel": fitted}}
+        layers.append({**layer, "attn": attn, "input_norm": p["input_norm"], "post_norm": p["post_norm"]})
+        report.append({"layer": index, **entry})
+        tqdm.write(json.dumps({k: v for k, v in report[-1].items() if "error" in k or "router" in k}))
+    return {**dense, "layers": jax.tree.map(lambda *parts: np.stack(parts), *layers)}, report
 
 
 def main() -> None:
@@ -74,7 +121,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--experts", type=int, default=15, help="routed ones; the shared one is as large")
     parser.add_argument("--top-k", type=int, default=10)
-    parser.add_argument("--windows", type=int, default=32, help="of 256 tokens, to calibrate on")
+    parser.add_argument("--windows", type=int, default=48, help="of 256 tokens, to calibrate on")
     parser.add_argument("--balance", type=float, default=0.5, help="0: most energy; 1: all experts chosen about alike")
     parser.add_argument("--rounds", type=int, default=3, help="of moving neurons")
     parser.add_argument("--split-tokens", type=int, default=2730, help="that neurons are split by; routers take all")
@@ -86,30 +133,11 @@ def main() -> None:
 
     gguf = smollm2.find_gguf()
     smollm2.save_tokenizer(gguf, args.work / "tokenizer")
-    arrays = prepare(args.data, args.work)
-    dense = smollm2.read_dense(gguf)
-    config = moe_config(args.top_k, args.experts)
-    inputs = jax.jit(lambda params, rows: run_layers(config, params, rows)[1][0].astype(jnp.float16))
-    cache = args.work / f"inputs-{args.windows}.npy"
-    if not cache.exists():
-        parts = []
-        for step in tqdm(range(args.windows // 8), desc="calibration"):
-            # Steps that training does not reach.
-            parts.append(np.asarray(inputs(dense, batch(arrays, 1_000_000 + step, 8, 256, args.seed))))
-        np.save(cache, np.concatenate(parts, axis=1))
-    seen = np.load(cache, mmap_mode="r")
-    layers, report = [], []
-    for index in tqdm(range(smollm2.LAYERS), desc="layers"):
-        mlp = {name: w[index] for name, w in dense["layers"]["mlp"].items()}
-        x = seen[index].astype(np.float32)
-        layer, found = carve_layer(x, mlp, args)
-        layer, errors = refit(x, mlp, layer, args.top_k, args.refit_penalty)
-        layers.append(layer)
-        report.append({"layer": index, **found, **errors})
-    tree = {name: t for name, t in dense["layers"].items() if name != "mlp"}
-    tree |= jax.tree.map(lambda *parts: np.stack(parts), *layers)
+    # Of a step that training does not reach.
+    tokens = batch(prepare(args.data, args.work), 1_000_000, args.windows, 256, args.seed)
+    tree, report = carve(smollm2.read_dense(gguf), tokens, args)
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save((args.work / "carved").absolute(), {**dense, "layers": tree}, force=True)
+        checkpointer.save((args.work / "carved").absolute(), tree, force=True)
     settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
     (args.work / "carved.json").write_text(json.dumps({"settings": settings, "layers": report}, indent=1) + "\n")
 

@@ -1,7 +1,7 @@
 """The best outputs of chosen experts without training: ``down`` by least squares, layer by layer.
 
 Experts that are not chosen leave a gap that those chosen can fill in part, for what neurons add is correlated. One
-linear solve a layer does what hundreds of steps of gradient descent on the same error would.
+linear solve does what hundreds of steps of gradient descent on the same error would.
 """
 
 import numpy as np
@@ -32,42 +32,40 @@ def features(x: np.ndarray, layer: dict, k: int) -> np.ndarray:
 
 
 def token_weights(wanted: np.ndarray) -> np.ndarray:
-    """Weights [T, 1] of errors: what is wanted has outliers in norm that would count alone."""
+    """Weights [T, 1] of errors by the norm of what is wanted, which has outliers that would count alone."""
     squares = (wanted**2).sum(1, keepdims=True)
     return (squares + 0.1 * np.median(squares)) ** -0.5
 
 
-def solve(neurons: np.ndarray, wanted: np.ndarray, start: np.ndarray, penalty: float) -> np.ndarray:
-    """Weights [H, F] that take ``neurons`` [T, F] nearest to ``wanted`` [T, H], drawn to ``start`` [H, F].
+def solve(
+    inputs: np.ndarray, wanted: np.ndarray, start: np.ndarray, weight: np.ndarray, penalty: float
+) -> np.ndarray:
+    """Weights [H, F] that take ``inputs`` [T, F] nearest to ``wanted`` [T, H], drawn to ``start`` [H, F].
 
-    Least squares of errors with :func:`token_weights`. ``penalty`` is relative to the mean square of each neuron and
-    of all, so that those that seldom fire stay where they were.
+    Least squares of errors times ``weight`` [T, 1]. ``penalty`` is relative to the mean square of each input and of
+    all, so that neurons that seldom fire stay where they were.
     """
-    weight = token_weights(wanted)
-    left = (wanted - neurons @ start.T) * weight
-    neurons = neurons * weight
-    gram = neurons.T @ neurons
+    left = (wanted - inputs @ start.T) * weight
+    inputs = inputs * weight
+    gram = inputs.T @ inputs
     diagonal = np.diag(gram).copy()
     gram[np.diag_indices_from(gram)] += penalty * (diagonal + diagonal.mean())
-    return start + np.linalg.solve(gram, neurons.T @ left).T.astype(np.float32)
+    return start + np.linalg.solve(gram, inputs.T @ left).T.astype(np.float32)
 
 
-def refit(x: np.ndarray, mlp: dict, layer: dict, k: int, penalty: float) -> tuple[dict, dict]:
-    """A carved ``layer`` with ``down`` of all experts fitted to the dense ``mlp`` on ``x`` [T, H]; and its errors.
+def outputs(layer: dict) -> np.ndarray:
+    """``down`` of all experts side by side [H, F], that of the shared expert last."""
+    down = layer["experts"]["down"]
+    return np.concatenate([down.swapaxes(0, 1).reshape(down.shape[1], -1), layer["shared"]["down"]], 1)
 
-    The last eighth of the tokens is not fitted on; the errors are relative squared ones on it, before and after.
-    """
-    wanted, neurons = dense_output(x, mlp), features(x, layer, k)
+
+def refit(neurons: np.ndarray, wanted: np.ndarray, weight: np.ndarray, layer: dict, penalty: float) -> dict:
+    """A carved ``layer`` with ``down`` of all experts fitted to give ``wanted`` [T, H] of their :func:`features`."""
     experts, hidden, size = layer["experts"]["down"].shape
-    start = np.concatenate([layer["experts"]["down"].swapaxes(0, 1).reshape(hidden, -1), layer["shared"]["down"]], 1)
-    on = len(x) - len(x) // 8
-    fitted = solve(neurons[:on], wanted[:on], start, penalty)
-    weight = token_weights(wanted)[on:]
-    error = lambda down: float((((neurons[on:] @ down.T - wanted[on:]) * weight) ** 2).sum(1).mean())  # noqa: E731
+    fitted = solve(neurons, wanted, outputs(layer), weight, penalty)
     down = fitted[:, : experts * size].reshape(hidden, experts, size).swapaxes(0, 1)
-    layer = {
+    return {
         **layer,
         "experts": {**layer["experts"], "down": down},
         "shared": {**layer["shared"], "down": fitted[:, experts * size :]},
     }
-    return layer, {"error_before_refit": error(start), "error_after_refit": error(fitted)}
