@@ -41,11 +41,13 @@ def test_the_first_command_prints_text_and_a_summary(capsys):
 
 @pytest.mark.slow
 def test_a_job_under_pressure_demotes_promotes_and_keeps_its_budget(tmp_path, monkeypatch):
-    # KV of the first eight does not fit beside the experts at 6 bits; that of the others leaves room again, for long
-    # enough that the pager's pace, once it has paid for the demotions, lets pages up.
+    # The pager's pace lets nothing up for as long as a burst of demotions is paid for, by the clock of a machine that
+    # may be busy: what it does is tested by itself.
+    monkeypatch.setattr("pwjax.memory.pacing.Pace.take", lambda self, pages, urgent=False: True)
+    # KV of the first eight does not fit beside the experts at 6 bits; that of the others leaves room again.
     lines = [
         {"id": i, "prompt": PROMPTS[i % 8] * 4, "max_tokens": 110 if i < 8 else 60, "ignore_eos": True}
-        for i in range(56)
+        for i in range(28)
     ]
     source = tmp_path / "in.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -53,7 +55,7 @@ def test_a_job_under_pressure_demotes_promotes_and_keeps_its_budget(tmp_path, mo
     options = ["--prompts", source, "--output", out, "--memory-budget", "20MiB", "--context", 256, "--quiet"]
     assert main(["generate", *map(str, options), "--stats", str(stats_file), "--log", str(log)]) == 0
     results = [json.loads(line) for line in out.read_text().splitlines()]
-    assert sorted(r["id"] for r in results) == list(range(56))
+    assert sorted(r["id"] for r in results) == list(range(28))
     assert {r["id"]: r["generated_tokens"] for r in results} == {line["id"]: line["max_tokens"] for line in lines}
     stats = json.loads(stats_file.read_text())
     memory, precision = stats["memory"], stats["precision"]
