@@ -35,10 +35,11 @@ from pwjax.engine.parts import Parts
 from pwjax.engine.steps import StepShapes, compile_step
 from pwjax.engine.text import Tokenizer
 from pwjax.engine.weights import load_weights, params_spec
-from pwjax.errors import UsageError
+from pwjax.errors import BudgetError, UsageError
 from pwjax.memory import KVPages, Prefixes, ThreadTransfer
 from pwjax.memory.host_store import HostStore
 from pwjax.memory.transfer import Transfer
+from pwjax.units import format_bytes
 
 CHUNKS = (32, 128)
 DECODE_TOKENS = 4
@@ -204,6 +205,7 @@ def load(
         artifact, memory_budget_bytes=budget, batch=batch, context=context, kv_dtype=kv_dtype, policy=policy, bits=bits,
         chunks=chunks, report=report,
     )  # fmt: skip
+    _check_device(view.memory.total_bytes)
     settings = {
         "memory_budget": budget, "batch": batch, "context": context, "kv_dtype": kv_dtype, "policy": policy,
         "bits": None if bits is None else np.asarray(bits).tolist(), "chunks": list(chunks), "seed": seed,
@@ -239,6 +241,17 @@ def load(
         meter.warm()
         undo.pop_all()
     return engine
+
+
+def _check_device(need_bytes: int) -> None:
+    """BudgetError where the device cannot have as much memory as will be taken: XLA would abort the process."""
+    device = environment.devices()[0]
+    has_bytes = environment.memory_bytes()["total"] if device["platform"] == "cpu" else device["memory_bytes"]
+    if has_bytes is not None and need_bytes > has_bytes:
+        raise BudgetError(
+            f"the memory budget comes to {need_bytes} bytes ({format_bytes(need_bytes)}) here, but the device "
+            f"({device['kind']}) has {format_bytes(has_bytes)}; give a --memory-budget that it holds"
+        )
 
 
 def log_header(model: str | os.PathLike | None, artifact: Artifact, settings: dict, view: Outlook) -> dict:

@@ -110,3 +110,9 @@ def test_callbacks_come_in_one_order_and_may_apply_plans(engine):
     end()
     engine.cancel()
     assert engine.generate("The quick", FOUR)[0].generated_tokens == 4 and len(seen) == count
+
+
+@pytest.mark.parametrize("budget", ["900TiB", "99999999TiB"])
+def test_a_budget_that_no_machine_has_is_refused(tiny_artifact, budget):
+    with pytest.raises(pwjax.errors.BudgetError, match=r"comes to .* but the device .* has .*GiB"):
+        pwjax.load(tiny_artifact, budget, batch=4, context=128)
