@@ -138,7 +138,7 @@ def main() -> None:
     tree, report = carve(smollm2.read_dense(gguf), tokens, args)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save((args.work / "carved").absolute(), tree, force=True)
-    settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
+    settings = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
     (args.work / "carved.json").write_text(json.dumps({"settings": settings, "layers": report}, indent=1) + "\n")
 
 

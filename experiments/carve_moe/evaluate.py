@@ -20,7 +20,7 @@ import numpy as np
 import smollm2
 from data import EVALUATION, encode, read
 from export import load_distilled
-from model import linear, run_layers
+from model import linear, moe_config, run_layers
 from tokenizers import Tokenizer
 
 from pwjax import models
@@ -107,8 +107,9 @@ def main() -> None:
         arms["carved"] = training_form(config, jax.tree.map(jnp.asarray, params))
     if "dense" in args.arms:
         dense = jax.tree.map(jnp.asarray, smollm2.read_dense(smollm2.find_gguf()))
-        arms["dense"] = training_form(None if "carved" not in args.arms else config, dense)
-    settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
+        arms["dense"] = training_form(moe_config(args.top_k), dense)
+    settings = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
+    settings["form"] = "checkpoint" if args.hf else "training"
     results: dict = {"settings": settings, "versions": versions(), "texts": {}}
     total = 0
     for text in args.texts:

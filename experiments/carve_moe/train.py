@@ -90,7 +90,7 @@ def main() -> None:
         state = manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(state))
         stored = json.loads(history.read_text())["curve"] if history.exists() else []
         curve = [c for c in stored if c["step"] < int(state["step"])]
-    settings = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
+    settings = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
     stop, saved = [], time.monotonic()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.append(True))
