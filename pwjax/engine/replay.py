@@ -16,7 +16,7 @@ from pwjax.engine.engine import Engine
 from pwjax.engine.log import INPUTS, LOG_SCHEMA, read_log
 from pwjax.engine.requests import Request
 from pwjax.engine.sampling import SamplingParams
-from pwjax.errors import PWJaxError
+from pwjax.errors import PWJaxError, UsageError
 
 # Parts of the header that say where things were, not what they were.
 HINTS = ("kind", "schema", "model_path")
@@ -103,6 +103,8 @@ def replay(path: str | os.PathLike, model: str | os.PathLike | None = None, **lo
     from pwjax.loading import Injected, load
 
     header, stream = read_log(path)
+    if not isinstance(header.get("settings"), dict):
+        raise UsageError(f"{path} cannot be repeated: its header lacks the settings of the run, so the file is damaged")
     records = list(stream)
     check = LogCheck(header, records)
     model = header.get("model_path") if model is None else model

@@ -154,6 +154,8 @@ def test_a_damaged_line_is_named_and_a_cut_one_ends_the_log(tmp_path):
     path.write_text(head + "damaged\n" + '{"kind": "freeze"}\n')
     with pytest.raises(PWJaxError, match="line 2"):
         list(read_log(path)[1])
+    with pytest.raises(UsageError, match="lacks the settings"):
+        replay(path)
 
 
 def test_a_replay_that_goes_on_past_the_end_differs():
