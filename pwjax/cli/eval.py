@@ -2,13 +2,11 @@
 
 import hashlib
 import json
-from contextlib import nullcontext
-from pathlib import Path
 
 import click
 
 from pwjax.cli.interrupts import Interrupts
-from pwjax.cli.options import EngineOptions, engine_options, json_option, quiet_option, told_once
+from pwjax.cli.options import EngineOptions, engine_options, json_option, quiet_option, results_file, told_once
 from pwjax.errors import InterruptedRun, PromptError, UsageError
 from pwjax.units import format_bytes
 
@@ -60,7 +58,9 @@ def command(
     if len({item.id for item in items}) < len(items):
         raise UsageError("two items have the same id; files of one name, or rows of one _id, cannot be told apart")
     bars, records = Bars(enabled=False if quiet else None), []
-    with Interrupts() as interrupts, _writer(output, options, items, chat) as writer:
+    told = "\0".join(f"{i.id}\0{i.prompt}\0{i.pair}\0{i.max_tokens}" for i in sorted(items, key=lambda item: item.id))
+    bound = {"chat": chat, "items_sha256": hashlib.sha256(told.encode()).hexdigest()}
+    with Interrupts() as interrupts, results_file(output, options, **bound) as writer:
         left = [item for item in items if writer is None or item.id not in writer.finished]
         if len(left) < len(items) and not quiet:
             click.echo(f"resuming: {len(items) - len(left)} of {len(items)} results are there", err=True)
@@ -116,28 +116,6 @@ def _load(options: EngineOptions, quiet: bool):
         kv_dtype=options.kv_dtype, policy=options.policy, bits=options.bits,
         report=None if quiet else told_once(lambda what: click.echo(f"compiling {what}", err=True)),
     )  # fmt: skip
-
-
-def _writer(output: str | None, options: EngineOptions, items: list, chat: bool):
-    """The results file, bound to everything that the records depend on."""
-    if output is None:
-        return nullcontext()
-    from pwjax.engine.output import ResultWriter
-    from pwjax.loading import model_identity, open_model
-
-    told = "\0".join(f"{i.id}\0{i.prompt}\0{i.pair}\0{i.max_tokens}" for i in sorted(items, key=lambda item: item.id))
-    settings = {
-        "model": model_identity(open_model(options.model)),
-        "bits": options.bits,
-        "policy": options.policy,
-        "memory_budget_bytes": options.memory_budget_bytes,
-        "batch": options.batch,
-        "context": options.context,
-        "kv_dtype": options.kv_dtype,
-        "chat": chat,
-        "items_sha256": hashlib.sha256(told.encode()).hexdigest(),
-    }
-    return ResultWriter(Path(output), settings)
 
 
 def render(result: dict) -> str:

@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from pwjax.cli.interrupts import Interrupts
-from pwjax.cli.options import EngineOptions, engine_options, json_option, quiet_option, told_once
+from pwjax.cli.options import EngineOptions, engine_options, json_option, quiet_option, results_file, told_once
 from pwjax.errors import InterruptedRun, PromptError, PWJaxError, UsageError
 from pwjax.units import format_bytes
 
@@ -94,7 +94,8 @@ def command(
     total, refused = len(requests), {}
 
     demand = {"min_bits": min_bits, "max_damage": max_damage}
-    with Interrupts() as interrupts, _writer(output, options, defaults, demand) as writer:
+    sampling = {name: getattr(defaults, name) for name in defaults.field_names()}
+    with Interrupts() as interrupts, results_file(output, options, sampling=sampling, **demand) as writer:
         if writer:
             known = [r.key for r in requests]
             # Refused again, as it were: the exit code of a job does not depend on how often it was resumed.
@@ -212,27 +213,6 @@ def _load(
     if not quiet and engine.parts.shapes.slots < options.batch:
         click.echo(f"note: the budget leaves room for {engine.parts.shapes.slots} sequences at a time", err=True)
     return engine
-
-
-def _writer(output: str | None, options: EngineOptions, defaults, demand: dict):
-    """The results file, bound to everything that the results depend on."""
-    if output is None:
-        return nullcontext()
-    from pwjax.engine.output import ResultWriter
-    from pwjax.loading import model_identity, open_model
-
-    settings = {
-        "model": model_identity(open_model(options.model)),
-        "bits": options.bits,
-        "policy": options.policy,
-        "memory_budget_bytes": options.memory_budget_bytes,
-        "batch": options.batch,
-        "context": options.context,
-        "kv_dtype": options.kv_dtype,
-        "sampling": {name: getattr(defaults, name) for name in defaults.field_names()},
-        **demand,
-    }
-    return ResultWriter(output, settings)
 
 
 @contextmanager

@@ -2,7 +2,9 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import click
 
@@ -31,6 +33,21 @@ class EngineOptions:
     kv_dtype: str = DEFAULT_KV_DTYPE
     bits: int | None = None
     policy: str = DEFAULT_POLICY
+
+
+def results_file(output: str | None, options: EngineOptions, **more):
+    """The results file, bound to everything that results depend on: model, ``options`` and ``more``, JSON-ready.
+
+    A context manager; of None where there is no ``output``.
+    """
+    if output is None:
+        return nullcontext()
+    # Imported late: a typing error should not cost the seconds that JAX takes.
+    from pwjax.engine.output import ResultWriter
+    from pwjax.loading import model_identity, open_model
+
+    settings = {**vars(options), "model": model_identity(open_model(options.model)), **more}
+    return ResultWriter(Path(output), settings)
 
 
 class BytesParam(click.ParamType):
