@@ -96,6 +96,7 @@ def rate(engine: pwjax.Engine, seconds: float) -> dict:
         "tokens_per_s": meter.decode.tokens / seconds,
         "seconds": seconds,
         "share": pace.spent_s / seconds,
+        "copies_share": pace.copies_s / seconds,
         "moves": engine.parts.pager.counters.promotions + engine.parts.pager.counters.demotions,
         "pages": engine.parts.pager.counters.pages,
     }
@@ -112,7 +113,8 @@ def live(log: Path, args: argparse.Namespace) -> dict:
             engine.submit(pwjax.Request(i, None, tuple(int(t) for t in prompt), sampling))
         while any(s.prefilling for s in engine.scheduler.running) or engine.scheduler.waiting:
             engine.step()
-        parts.meter.decode.tokens, parts.pager.pace.spent_s, turn = 0, 0.0, 0
+        parts.meter.decode.tokens, turn = 0, 0
+        parts.pager.pace.spent_s = parts.pager.pace.copies_s = 0.0
         began = time.perf_counter()
         while not engine.idle:
             if engine.boundaries.index % args.every == 0:
@@ -196,6 +198,7 @@ def main() -> int:
         "command": " ".join(sys.argv),
         "model": str(open_model(args.model).path.name),
         "decode_rate_ratio": {"mean": float(np.mean(ratios)), "interval_95": [low, high], "limit": RATE_LIMIT},
+        "copies_share": float(np.mean([p["live"]["copies_share"] for p in pairs])),
         "boundary_share": {"mean": float(np.mean(shares)), "max": max(shares), "limit": SHARE_LIMIT},
         "moves_per_run": float(np.mean([p["live"]["moves"] for p in pairs])),
         "pages_per_run": float(np.mean([p["live"]["pages"] for p in pairs])),
@@ -206,7 +209,7 @@ def main() -> int:
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
-    shown = ("decode_rate_ratio", "boundary_share", "moves_per_run", "pages_per_run", "passed")
+    shown = ("decode_rate_ratio", "boundary_share", "copies_share", "moves_per_run", "pages_per_run", "passed")
     print(json.dumps({name: result[name] for name in shown}, indent=1))
     return 0 if all(result["passed"].values()) else 1
 

@@ -54,6 +54,7 @@ def run_statistics(parts: Parts, preemptions: int, lowest_bits: float, last_fail
             "last_failure": last_failure,
             "engine_seconds": parts.pager.pace.spent_s,
             "engine_share": parts.pager.pace.share_spent,
+            "copy_seconds": parts.pager.pace.copies_s,
         },
         "scheduler": {"slots": parts.shapes.slots, "preemptions": preemptions},
         "prefixes": {

@@ -1,9 +1,9 @@
-"""How much of the engine's time moves may take: an account that run time fills and boundaries draw on."""
+"""How much run time moves may take: an account that run time fills, and that boundaries and copies draw on."""
 
 from collections.abc import Callable
 
-# Time in commits, table updates and starting copies, as a share of run time. Below the promised 2 %, since urgent
-# demotions may overdraw the account.
+# Time in commits, table updates and starting copies, and of processors that copies take from kernels, as a share of run
+# time. Below the promised 2 %, since urgent demotions may overdraw the account.
 SHARE = 0.015
 # Most seconds saved up: what a burst of moves may take at once after a quiet time.
 SAVED_S = 0.02
@@ -17,7 +17,8 @@ class Pace:
     """Decides at each boundary how many pages may be committed.
 
     The account grows by ``share`` of the time since the last boundary, up to ``saved_s``, and pays for the seconds
-    that each boundary took. A move is taken while the account, less what the pages taken so far are expected to
+    that each boundary and each copy took. What is staged and not taken keeps its staging, so copies slow down with
+    commits. A move is taken while the account, less what the pages taken so far are expected to
     cost, is positive; it may then go negative, and nothing more is taken until time has filled it again. ``page_s``
     is the first guess of a page's cost, a running mean from then on. ``clock`` gives seconds and only grows.
     """
@@ -30,7 +31,7 @@ class Pace:
         self._page_s = page_s
         self._taken = 0
         self._began_s = self._last_s = None
-        self.run_s = self.spent_s = 0.0
+        self.run_s = self.spent_s = self.copies_s = 0.0
 
     def begin(self) -> None:
         """A boundary begins."""
@@ -39,6 +40,11 @@ class Pace:
         self.run_s += passed
         self._account_s = min(self._account_s + self.share * passed, self._saved_s)
         self._began_s, self._last_s, self._taken = now, now, 0
+
+    def charge(self, seconds: float) -> None:
+        """Pay for a copy that took ``seconds`` from the processors that steps run on."""
+        self.copies_s += seconds
+        self._account_s = max(self._account_s - seconds, -OWED_S)
 
     def take(self, pages: int, urgent: bool = False) -> bool:
         """Whether ``pages`` more may be committed now; ``urgent`` ones always may, and are paid for all the same."""

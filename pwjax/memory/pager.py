@@ -15,8 +15,8 @@ Pages in use (blocks, reservations, KV) are bounded by the arena, staged words b
 before its place is reserved, and the words of a commit are gone before the next copies start.
 
 Movement never holds a step up: copies run in threads, nothing is waited for, and :class:`~pwjax.memory.pacing.Pace`
-bounds the time that boundaries take. What has landed and is not taken waits, staged, for a later boundary; demotions
-go first, and do not wait where KV needs their pages now.
+bounds the time that boundaries take and, where steps run on the CPU, that copies take from them. What has landed and
+is not taken waits, staged, for a later boundary; demotions go first, and do not wait where KV needs their pages now.
 """
 
 import time
@@ -270,7 +270,7 @@ class Pager:
             assert move.handle is not None
             if move.handle.done():
                 try:
-                    self._land(move)
+                    self.pace.charge(self._land(move))
                 except Exception as error:  # whatever went wrong with a copy, the old epoch stays
                     failed.append((move, f"{type(error).__name__}: {error}"))
             elif now - move.started_s > self._late_s:
@@ -303,8 +303,11 @@ class Pager:
                     handle.result()
         return landed, failed
 
-    def _land(self, move: Move) -> None:
-        """Wait for the part in flight and hold its words; :class:`TransferError` where it is not all there."""
+    def _land(self, move: Move) -> float:
+        """Wait for the part in flight, hold its words and return the seconds that the copy took from steps.
+
+        :class:`TransferError` where it is not all there.
+        """
         assert move.handle is not None
         staged = move.handle.result()
         job = self._job(move)
@@ -313,6 +316,7 @@ class Pager:
             raise TransferError(f"the copy was cut short: {staged.pages} of {len(job.pages)} pages")
         move.enter(MoveState.STAGED)
         move.handle, move.staged = None, staged
+        return staged.taken_s
 
     # Commit and retire
 

@@ -1,4 +1,4 @@
-"""The time that moves take from the engine stays a share of run time; urgent demotions go through."""
+"""The time that moves take from steps stays a share of run time; urgent demotions go through."""
 
 import pytest
 
@@ -12,12 +12,13 @@ class Clock:
         return self.now
 
 
-def run(pace, clock, *, step_s, page_s, boundaries, wanted=4, urgent=False):
-    """Pages taken in boundaries ``step_s`` apart that cost ``page_s`` a page."""
-    taken = 0
+def run(pace, clock, *, step_s, page_s, boundaries, wanted=4, urgent=False, copy_s=0.0):
+    """Pages taken in boundaries ``step_s`` apart that cost ``page_s`` a page, and copies ``copy_s`` for the next."""
+    taken, pages = 0, wanted
     for _ in range(boundaries):
         clock.now += step_s
         pace.begin()
+        pace.charge(pages * copy_s)
         pages = sum(pace.take(1, urgent) for _ in range(wanted))
         clock.now += pages * page_s
         pace.end()
@@ -36,6 +37,17 @@ def test_the_share_is_kept_whatever_a_step_and_a_page_cost(step_s, page_s):
     assert taken > 0
     if page_s * 4 < pace.share * step_s:
         assert taken == 8000  # nothing is held back that is affordable
+
+
+@pytest.mark.parametrize("copy_s", [1e-4, 5e-3])
+def test_copies_and_commits_share_one_account(copy_s):
+    clock = Clock()
+    pace = Pace(clock)
+    taken = run(pace, clock, step_s=0.01, page_s=2e-4, boundaries=2000, copy_s=copy_s)
+    together = pace.spent_s + pace.copies_s
+    # Of what is over the share, one boundary was taken before its copies were known.
+    assert together <= pace.share * pace.run_s + 0.02 + 4 * (copy_s + 2e-4)
+    assert together > 0.9 * pace.share * pace.run_s and taken > 0
 
 
 def test_urgent_pages_always_go_and_are_paid_for_afterwards():

@@ -14,7 +14,7 @@ from pwjax.memory.moves import move_shape
 from pwjax.memory.pacing import Pace
 from pwjax.memory.page_table import PageTableState
 from pwjax.memory.pager import Pager
-from pwjax.memory.transfer import SyncTransfer, TransferError
+from pwjax.memory.transfer import StagedPages, SyncTransfer, TransferError
 
 
 @pytest.mark.parametrize("staging", [4, 7, 32])
@@ -195,3 +195,29 @@ def test_moves_wait_staged_while_the_account_is_empty_and_urgent_demotions_do_no
     rig.check()
     np.testing.assert_array_equal(rig.pager.committed, plan(b0=2, b1=2, b2=2, b4=4, b5=4))
     assert rig.pager.pace.share_spent < 0.03
+
+
+def test_copies_that_take_processors_from_steps_slow_movement_down():
+    def boundaries(taken_s):
+        rig = Rig(3, spare=60, staging=64)
+        clock = Clock()
+        rig.pager.pace = Pace(clock, share=0.02, saved_s=0.001, page_s=0.0)
+        submit = rig.transfer.submit
+
+        def timed(job):
+            handle = submit(job)
+            whole = handle.result()
+            handle.result = lambda: StagedPages(whole.words, whole.pages, taken_s)
+            return handle
+
+        rig.transfer.submit = timed
+        rig.pager.request(plan(b0=2, b1=2, b2=2, b4=4, b5=4))
+        while not rig.pager.idle:
+            clock.now += 0.01
+            rig.boundary()
+            rig.check()
+        assert rig.pager.pace.copies_s == pytest.approx(5 * taken_s)
+        return rig.index
+
+    assert boundaries(0.0) < 5
+    assert boundaries(0.01) > 100  # 5 copies of 10 ms at 2 % of steps of 10 ms
