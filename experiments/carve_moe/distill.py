@@ -52,9 +52,10 @@ def _divergence(hidden, teacher, head):
         p = jnp.exp(target)
         return jnp.sum(p * (target - student), -1), _product("tv,vh->th", jnp.exp(student) - p, head)
 
-    pieces = max(1, len(hidden) // 256)
-    value, gradient = jax.lax.map(part, tuple(x.reshape(pieces, -1, x.shape[-1]) for x in (hidden, teacher)))
-    return value.mean(), (gradient.reshape(hidden.shape) / len(hidden), head)
+    pieces = range(0, len(hidden), 256)
+    parts = [part([x[start : start + 256] for x in (hidden, teacher)]) for start in pieces]
+    value, gradient = (jnp.concatenate(x) for x in zip(*parts, strict=True))
+    return value.mean(), (gradient / len(hidden), head)
 
 
 def _divergence_backward(saved, dy):

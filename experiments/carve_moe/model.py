@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import smollm2
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from pwjax.config import ModelConfig
 from pwjax.models.layers import rms_norm, rotate
@@ -57,7 +58,10 @@ def _linear_forward(x, kernel):
 def _linear_backward(saved, dy):
     x, kernel = saved
     rows, grads = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-    return _product("...n,nk->...k", dy, kernel), _product("tn,tk->nk", grads, rows)
+    # XLA multiplies bfloat16 on a CPU only where sums run along rows of the first matrix: elsewhere in float32, at a
+    # fraction of the speed. Hence the transpose, which it would fold into the product if it could.
+    across = with_layout_constraint(grads.astype(jnp.bfloat16).T, Layout(major_to_minor=(0, 1)))
+    return _product("...n,nk->...k", dy, kernel), _product("nt,tk->nk", across, rows)
 
 
 linear.defvjp(_linear_forward, _linear_backward)
@@ -76,9 +80,14 @@ def split_heads(config: ModelConfig, params: dict, x: jax.Array, positions: jax.
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
     """Attention [B, T, heads * D] of ``q`` [B, T, heads, D] to ``k``, ``v`` [B, S, kv_heads, D] under ``mask``."""
     batch, tokens, heads, size = q.shape
-    q = q.reshape(batch, tokens, k.shape[2], heads // k.shape[2], size)
-    scores = jnp.where(mask, jnp.einsum("btghd,bsgd->bghts", q, k), -1e30)
-    return jnp.einsum("bghts,bsgd->btghd", jax.nn.softmax(scores, -1), v).reshape(batch, tokens, heads * size)
+    groups, per_group = k.shape[2], heads // k.shape[2]
+    # One product a group of heads, its operands contiguous: several times as fast as to contract them in place.
+    k, v = (x.swapaxes(1, 2).reshape(batch * groups, -1, size) for x in (k, v))
+    q = q.reshape(batch, tokens, groups, per_group, size).transpose(0, 2, 3, 1, 4).reshape(batch * groups, -1, size)
+    scores = jnp.einsum("nqd,nsd->nqs", q, k).reshape(batch * groups, per_group, tokens, -1)
+    weights = jax.nn.softmax(jnp.where(mask, scores, -1e30), -1).reshape(batch * groups, per_group * tokens, -1)
+    mixed = jnp.einsum("nqs,nsd->nqd", weights, v).reshape(batch, groups, per_group, tokens, size)
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, tokens, heads * size)
 
 
 def mlp(x: jax.Array, params: dict, gates: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
@@ -144,7 +153,7 @@ def run_layers(config: ModelConfig, params: dict, tokens: jax.Array):
         return x + y.reshape(x.shape), (h, y, routed)
 
     x = params["embed"]["embedding"][tokens].astype(jnp.float32)
-    x, seen = jax.lax.scan(layer, x, params["layers"])
+    x, seen = jax.lax.scan(layer, x, params["layers"], unroll=True)
     return rms_norm(x, params["norm"]["scale"], config.rms_eps), seen
 
 
