@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import smollm2
 
+from experiments.carve_moe import smollm2
 from pwjax.config import ModelConfig
 from pwjax.models.layers import rms_norm, rotate
 
