@@ -1,6 +1,6 @@
 """What does moving precision cost the engine's thread and the decode rate?
 
-python experiments/movement_cost/run.py [--pairs 10] [--tokens 160] [--out FILE]
+    python -m experiments.throughput.movement [--pairs 10] [--context 2048 --tokens 1600] [--out FILE]
 
 Decodes on all slots while plans given by hand move a few blocks down and others up every few boundaries, so pages
 move all the time. Each pair is one live run (copies by threads, from files) and one replay of its log in which every
@@ -12,7 +12,6 @@ loading; raw samples are in the JSON.
 """
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ import numpy as np
 from scipy import stats as scipy_stats
 
 import pwjax
+from experiments import tables
 from planner import Plan
 from pwjax import environment
 from pwjax.engine.decisions import Recorded
@@ -159,7 +159,39 @@ def interval(values: list[float]) -> list[float]:
     return [float(mean - spread), float(mean + spread)]
 
 
-def main() -> int:
+def summary(pairs: list[dict]) -> dict:
+    """Mean decode rate over the control's with its interval, share of boundaries, moves a run, and what holds."""
+    ratios = [p["live"]["tokens_per_s"] / p["control"]["tokens_per_s"] for p in pairs]
+    shares = [p["live"]["share"] for p in pairs]
+    limits = interval(ratios) if len(ratios) > 1 else None
+    return {
+        "tokens_per_s": {arm: float(np.mean([p[arm]["tokens_per_s"] for p in pairs])) for arm in ("live", "control")},
+        "decode_rate_ratio": {"mean": float(np.mean(ratios)), "interval_95": limits, "limit": RATE_LIMIT},
+        "boundary_share": {"mean": float(np.mean(shares)), "max": max(shares), "limit": SHARE_LIMIT},
+        "moves_per_run": float(np.mean([p["live"]["moves"] for p in pairs])),
+        "pages_per_run": float(np.mean([p["live"]["pages"] for p in pairs])),
+        "passed": {"rate": bool(limits and limits[0] >= RATE_LIMIT), "share": max(shares) <= SHARE_LIMIT},
+    }
+
+
+def shown(found: dict) -> dict[str, str]:
+    """The table, by name."""
+    rate, share, ratio = found["tokens_per_s"], found["boundary_share"], found["decode_rate_ratio"]
+    limits = ratio["interval_95"]
+    spread = f" [{limits[0]:.3f}, {limits[1]:.3f}]" if limits else ""
+    held = {True: "yes", False: "not shown"}
+    rows = [
+        ["tokens/s, precision moving / copies made beforehand", f"{rate['live']:.0f} / {rate['control']:.0f}", "", ""],
+        ["rate over its control's", f"{ratio['mean']:.3f}{spread}", f"at least {RATE_LIMIT}",
+         held[found["passed"]["rate"]]],
+        ["share of time in boundaries, mean / most", f"{share['mean']:.2%} / {share['max']:.2%}",
+         f"at most {SHARE_LIMIT:.0%}", held[found["passed"]["share"]]],
+        ["moves / pages a run", f"{found['moves_per_run']:.0f} / {found['pages_per_run']:.0f}", "", ""],
+    ]  # fmt: skip
+    return {"movement": tables.markdown(["", "measured", "wanted", "holds"], rows)}
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="an artifact; default: the bundled model")
     parser.add_argument("--pairs", type=int, default=10)
@@ -170,7 +202,7 @@ def main() -> int:
     parser.add_argument("--bits", type=int, default=5, help="where all blocks start, below the widest")
     parser.add_argument("--every", type=int, default=4, help="boundaries between two plans")
     parser.add_argument("--blocks", type=int, default=4, help="blocks that a plan moves down, and as many up")
-    parser.add_argument("--out", type=Path, default=Path("runs/movement_cost.json"))
+    parser.add_argument("--out", type=Path, default=Path("runs/movement.json"))
     args = parser.parse_args()
     environment.enable_compile_cache()
     pairs: list[dict] = []
@@ -189,27 +221,15 @@ def main() -> int:
             pairs.append({"live": moving, "control": fixed})
             print(f"pair {pair + 1}: {moving['tokens_per_s']:.1f} against {fixed['tokens_per_s']:.1f} tokens/s, "
                   f"{moving['share']:.2%} in boundaries", file=sys.stderr)  # fmt: skip
-    ratios = [p["live"]["tokens_per_s"] / p["control"]["tokens_per_s"] for p in pairs]
-    shares = [p["live"]["share"] for p in pairs]
-    low, high = interval(ratios)
-    result = {
-        "command": " ".join(sys.argv),
-        "model": str(open_model(args.model).path.name),
-        "decode_rate_ratio": {"mean": float(np.mean(ratios)), "interval_95": [low, high], "limit": RATE_LIMIT},
-        "boundary_share": {"mean": float(np.mean(shares)), "max": max(shares), "limit": SHARE_LIMIT},
-        "moves_per_run": float(np.mean([p["live"]["moves"] for p in pairs])),
-        "pages_per_run": float(np.mean([p["live"]["pages"] for p in pairs])),
-        "passed": {"rate": low >= RATE_LIMIT, "share": max(shares) <= SHARE_LIMIT},
-        "pairs": pairs,
-        "cpu": environment.cpu_info(),
-        "versions": environment.versions(),
-    }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
-    shown = ("decode_rate_ratio", "boundary_share", "moves_per_run", "pages_per_run", "passed")
-    print(json.dumps({name: result[name] for name in shown}, indent=1))
-    return 0 if all(result["passed"].values()) else 1
+    found = summary(pairs)
+    made = shown(found)
+    print(made["movement"])
+    settings = {name: value for name, value in vars(args).items() if not isinstance(value, Path | None)}
+    tables.write(
+        args.out, settings={**settings, "model": open_model(args.model).path.name}, summary=found, tables=made,
+        pairs=pairs,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
