@@ -50,7 +50,7 @@ def held_out(args: argparse.Namespace) -> dict[str, str]:
     """
     files = dict(entry.split("=", 1) for entry in args.text)
     if args.data:
-        files = {name: str(args.data / file) for name, file in HELD_OUT.items()} | files
+        files = {name: str(args.data / HELD_OUT[name]) for name in args.kinds} | files
     if not files:
         return {"code": "\n".join(document.text for document in heldout_documents()[1::2])}
     return {name: read(_there(Path(file))) for name, file in files.items()}
