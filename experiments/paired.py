@@ -102,8 +102,8 @@ class Samples:
         full: tuple[Arm, float | None],
         names: Iterable[str] | None = None,
     ) -> dict | None:
-        """Share of the gap in likelihood between ``low`` and ``full`` that ``ours`` closes: ``{"share",
-        "interval_95"}``. Arms come with their budgets."""
+        """Share of the gap in likelihood between ``low`` and ``full`` that ``ours`` closes: ``{"share", "interval_95",
+        "gap"}``. Arms come with their budgets; a share means nothing where the ``gap`` itself is not clear of zero."""
         names = list(names or self.names)
         found = [self.pooled(*pair, names) for pair in (ours, low, full)]
         if any(one is None for one in found):
@@ -111,7 +111,8 @@ class Samples:
         mine, worst, best = (one["nll"] for one in found if one)
         share = lambda i: (worst[i] - mine[i]).sum(-1) / (worst[i] - best[i]).sum(-1)  # noqa: E731
         limits = list(bootstrap(share, len(mine), self.seed)) if len(mine) > 1 else None
-        return {"share": float(share(np.arange(len(mine)))), "interval_95": limits}
+        gap = self.difference(full[0], low[0], full[1], names, other_budget=low[1])
+        return {"share": float(share(np.arange(len(mine)))), "interval_95": limits, "gap": gap}
 
 
 def clear(found: dict | None) -> bool:

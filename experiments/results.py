@@ -22,6 +22,7 @@ from experiments.tables import interval, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACE = re.compile(r"(<!-- table (\S+) (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
+FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 
 def _forms(report: dict) -> list[str]:
@@ -144,8 +145,10 @@ def table(file: str, name: str) -> str:
 
 
 def filled(text: str) -> str:
-    """A document with its tables as the results have them now."""
-    return PLACE.sub(lambda place: f"{place[1]}{table(place[2], place[3])}\n{place[4]}", text)
+    """A document with its tables as the results have them now; what is fenced stays."""
+    parts = FENCED.split(text)
+    parts[::2] = [PLACE.sub(lambda p: f"{p[1]}{table(p[2], p[3])}\n{p[4]}", part) for part in parts[::2]]
+    return "".join(parts)
 
 
 def documents() -> list[Path]:

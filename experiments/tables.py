@@ -58,8 +58,10 @@ def interval(found: dict | None, digits: int = 4) -> str:
 
 
 def percent(found: dict | None) -> str:
-    """``68 % [60 %, 75 %]`` of a share, ``-`` for what was not measured."""
+    """``68.5% [60.0%, 75.0%]`` of the share of a gap, ``-`` for what was not measured."""
     if found is None:
         return "-"
+    if not found["gap"]["interval_95"] or found["gap"]["interval_95"][1] >= 0:
+        return "no clear gap"
     limits = found["interval_95"]
     return f"{found['share']:.1%}" + (f" [{limits[0]:.1%}, {limits[1]:.1%}]" if limits else "")

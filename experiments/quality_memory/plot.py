@@ -20,7 +20,8 @@ def draw(result: dict):
             kept = [(float(b), v - full) for b, v in row.items() if v is not None]
             left.plot(*zip(*kept, strict=True), "o-" if name == "default" else ".-", label=name,
                       lw=2 if name == "default" else 1)  # fmt: skip
-        left.set(yscale="log", ylabel="nats a token above 16 bits", title=f"widths {ladder}")
+        left.set(ylabel="nats a token above 16 bits", title=f"widths {ladder}")
+        left.set_yscale("symlog", linthresh=1e-3)
         for name, row in parts["all"]["default_over"].items():
             drawing.points(right, row, [float(b) for b in row], name)
         right.axhline(0, color="black", lw=0.8)

@@ -24,6 +24,8 @@ POLICIES = ("default", "paper", "uniform", "uniform-dynamic", "static", "hotness
 RIVALS, BETWEEN = ("uniform-dynamic", "hotness", "random"), (3.0, 5.0)
 # Bits whose bytes `default` gets, and the share of them in which it should still be better.
 NARROW, LESS = 3, 0.85
+# The share of the gap to 16 bits that it should close there.
+ENOUGH = 0.7
 FULL = Arm(bits=16)
 
 
@@ -152,8 +154,8 @@ def verdict(found: dict) -> str:
                           f"at {', '.join(where) or 'none'}"])  # fmt: skip
         same, less = (found["ladders"][ladder]["all"]["gap"].get(label) for label in ("same", "less"))
         if same and same["recovered"]:
-            held = "yes" if same["recovered"]["share"] >= 0.7 else "no"
-            lines.append([ladder, f"70 % of the gap recovered in the bytes of uniform {NARROW} bit", held,
+            held = "yes" if clear(same["recovered"]["gap"]) and same["recovered"]["share"] >= ENOUGH else "no"
+            lines.append([ladder, f"{ENOUGH:.0%} of the gap recovered in the bytes of uniform {NARROW} bit", held,
                           percent(same["recovered"])])  # fmt: skip
         if less and less["over_uniform"]:
             held = "yes" if clear(less["over_uniform"]) else "no"

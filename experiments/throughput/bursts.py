@@ -60,7 +60,7 @@ def run(arm: str, args: argparse.Namespace, budget: int) -> dict:
         arrivals = trace(args, engine.parts.shapes.config.vocab_size)
         first: dict[int, float] = {}
         latest: dict[int, tuple[float, int]] = {}
-        began, sent, idle = time.perf_counter(), 0, 0.0
+        began, sent = time.perf_counter(), 0
         while sent < len(arrivals) or not engine.idle:
             now = time.perf_counter() - began
             while sent < len(arrivals) and arrivals[sent][0] <= now:
@@ -68,7 +68,6 @@ def run(arm: str, args: argparse.Namespace, budget: int) -> dict:
                 sent += 1
             if engine.idle:
                 time.sleep(max(0.0, arrivals[sent][0] - now))
-                idle += time.perf_counter() - began - now
                 continue
             running = engine.scheduler.running
             engine.step()
@@ -93,11 +92,22 @@ def run(arm: str, args: argparse.Namespace, budget: int) -> dict:
     return {
         "requests": requests,
         "seconds": seconds,
-        "busy_s": seconds - idle,
         "preemptions": stats["scheduler"]["preemptions"],
         "precision": stats["precision"],
         "memory": stats["memory"],
     }
+
+
+def busy_s(requests: list[dict]) -> float:
+    """Seconds in which at least one request was there and not done."""
+    spans = sorted(
+        (r["arrival_s"], r["arrival_s"] + (r["ttft_ms"] + r["tpot_ms"] * (r["tokens"] - 1)) / 1e3) for r in requests
+    )
+    total = reached = 0.0
+    for begin, end in spans:
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
 
 
 def summary(arms: dict[str, dict]) -> dict[str, dict]:
@@ -105,7 +115,7 @@ def summary(arms: dict[str, dict]) -> dict[str, dict]:
     quantiles = lambda values: {f"p{q}": float(np.percentile(values, q)) for q in QUANTILES}  # noqa: E731
     return {
         arm: {
-            "tokens_per_s": sum(r["tokens"] for r in result["requests"]) / result["busy_s"],
+            "tokens_per_s": sum(r["tokens"] for r in result["requests"]) / busy_s(result["requests"]),
             "tpot_ms": quantiles([r["tpot_ms"] for r in result["requests"]]),
             "ttft_ms": quantiles([r["ttft_ms"] for r in result["requests"]]),
             "preemptions": result["preemptions"],

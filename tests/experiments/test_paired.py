@@ -1,10 +1,15 @@
 """Samples of runs: paired differences, shares of a gap, and what the tables of quality and layers say of them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from experiments.ablation import plot as ablation_plot
 from experiments.ablation import run as ablation
+from experiments.domain_shift import run as shift
 from experiments.paired import Arm, Samples, clear
+from experiments.quality_memory import plot as quality_plot
 from experiments.quality_memory import run as quality
 from pwjax.evaluate.comparison import paired_difference
 
@@ -81,6 +86,11 @@ def test_the_summary_of_quality_counts_budgets_between_three_and_five_bits():
     assert ["| yes |" in row for row in rows] == [True, False, True, True], made["verdict"]
     assert made["default over 2-6"].count("`uniform-dynamic`") == 3  # all texts, and each
     assert "80.0%" in made["gap"]
+    pytest.importorskip("matplotlib")
+    nats, differences = quality_plot.draw({"summary": found}).axes
+    assert [line.get_label() for line in nats.lines] == ["default", "uniform-dynamic", "hotness"]
+    np.testing.assert_allclose(nats.lines[0].get_ydata(), 0.2)
+    assert len(differences.containers) == 2
 
 
 def test_what_a_layer_does_is_read_off_its_interval():
@@ -94,3 +104,24 @@ def test_what_a_layer_does_is_read_off_its_interval():
     assert "| helps |" in verdicts["routing"] and "| harms |" in verdicts["residual"]
     assert "no difference" in verdicts["movement"]
     assert "+0.4000 [+0.4000, +0.4000]" in made["layers"] and "+0.24" in made["layers"]
+    pytest.importorskip("matplotlib")
+    (axis,) = ablation_plot.draw({"summary": found}).axes
+    assert [c.get_label() for c in axis.containers] == ["budget 3", "budget 3.5", "all budgets"]
+
+
+def test_a_shift_is_held_against_calibration_on_what_is_served():
+    runs = samples(default=2.0)
+    runs.models = ["prose", "code", "math"]
+    runs.names.append("math")
+    costs = {"full": 0.1, "without routing": 0.2, "without residual": 0.15, "without both": 0.4}
+    for model in runs.models:
+        for name, arm in shift.ARMS.items():
+            for text in runs.names:
+                nats = 2.0 + (0 if model == text else costs[name]) + np.array([0.1, -0.1, 0.2, 0.0])
+                key = runs.key(replace(arm, model=model), 3.0, text)
+                runs.runs[key] = {"nll": (nats * TOKENS).tolist(), "tokens": TOKENS}
+    found = shift.summary(runs, 3.0)
+    row = found["prose | math"]
+    assert {name: d["difference"] for name, d in row["over"].items()} == pytest.approx(costs)
+    assert row["recovered"]["share"] == pytest.approx(0.75)
+    assert "75.0% [75.0%, 75.0%]" in shift.shown(found)["shifts"]

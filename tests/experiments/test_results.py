@@ -28,14 +28,17 @@ def test_intervals_in_words():
     found = {"difference": -0.5, "interval_95": [-0.75, 0.25]}
     assert tables.interval(found, 2) == "-0.50 [-0.75, +0.25]"
     assert tables.interval({"difference": 0.5, "interval_95": None}, 1) == "+0.5" and tables.interval(None) == "-"
-    assert tables.percent({"share": 0.685, "interval_95": [0.6, 0.75]}) == "68.5% [60.0%, 75.0%]"
+    share = {"share": 0.685, "interval_95": [0.6, 0.75], "gap": {"interval_95": [-0.2, -0.1]}}
+    assert tables.percent(share) == "68.5% [60.0%, 75.0%]"
+    assert tables.percent({**share, "gap": {"interval_95": [-0.2, 0.01]}}) == "no clear gap"
 
 
 def test_a_document_gets_its_tables(monkeypatch):
     monkeypatch.setattr(results, "table", lambda file, name: f"table {name} of {file}")
-    text = "before\n<!-- table a/b.json two words -->\nold\n<!-- end -->\nafter\n"
-    once = results.filled(text)
-    assert once == text.replace("old", "table two words of a/b.json") and results.filled(once) == once
+    place = "<!-- table a/b.json two words -->\n{}\n<!-- end -->\n"
+    text = f"before\n{place}after\n```\n{place.format('as it is')}```\n{place}"
+    once = results.filled(text.replace("{}", "old"))
+    assert once == text.replace("{}", "table two words of a/b.json") and results.filled(once) == once
 
 
 @pytest.mark.parametrize("path", results.documents(), ids=lambda path: path.name)
@@ -60,14 +63,18 @@ def test_a_part_that_fails_is_told_and_the_next_one_runs(tmp_path):
 
 
 def test_percentiles_and_rates_of_bursts():
-    requests = [{"ttft_ms": float(i), "tpot_ms": 2.0 * i, "tokens": 5} for i in range(101)]
-    arm = {"requests": requests, "busy_s": 10.0, "preemptions": 7,
+    # A request lasts nine times its number in milliseconds; they begin one after the other, with pauses in between.
+    requests = [{"arrival_s": float(i), "ttft_ms": float(i), "tpot_ms": 2.0 * i, "tokens": 5} for i in range(101)]
+    assert bursts.busy_s(requests) == pytest.approx(9e-3 * sum(range(101)))
+    together = [{**request, "arrival_s": 0.0} for request in requests]
+    assert bursts.busy_s(together) == pytest.approx(0.9)
+    arm = {"requests": together, "preemptions": 7,
            "precision": {"mean_bits_start": 8.0, "mean_bits_min": 3.5}}  # fmt: skip
     found = bursts.summary({"default": arm})
     assert found["default"]["ttft_ms"] == {"p50": 50.0, "p90": 90.0, "p99": 99.0}
-    assert found["default"]["tokens_per_s"] == pytest.approx(50.5)
+    assert found["default"]["tokens_per_s"] == pytest.approx(505 / 0.9)
     row = bursts.shown(found)["bursts"].splitlines()[2]
-    assert "| 50 |" in row and "100.0 / 180.0 / 198.0" in row and "8.00 -> 3.50" in row
+    assert "| 561 |" in row and "100.0 / 180.0 / 198.0" in row and "8.00 -> 3.50" in row
 
 
 def test_movement_is_held_against_its_limits():
