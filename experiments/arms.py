@@ -1,4 +1,4 @@
-"""What the experiments on policies share: texts, budgets of equal peak bytes, runs that resume, paired differences.
+"""What the experiments on policies share: budgets of equal peak bytes, and runs that resume.
 
 A run scores windows of held-out text through the engine while a KV cache grows beside it
 (:mod:`pwjax.evaluate.pressure`). A budget is named by the mean bits that all experts have left at the peak of the KV
@@ -6,54 +6,31 @@ cache, so "3" is what all experts at 3 bits and the whole KV cache take, to the 
 """
 
 import argparse
-import json
+import hashlib
 import math
-import os
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from experiments import tables, texts
+from experiments.paired import Arm, Samples
 from pwjax import environment
 from pwjax.checkpoints.artifact import Artifact
+from pwjax.errors import BudgetError
 from pwjax.evaluate import KVTrace, measure_perplexity
-from pwjax.evaluate.comparison import paired_difference
-from pwjax.evaluate.texts import Document
 from pwjax.loading import open_model, outlook
 from pwjax.progress import Bars
-
-# Held-out texts of the data folder, by the domain that they stand for.
-DOMAINS = {
-    "prose": "books/books.heldout.txt",
-    "code": "code/python_stdlib.heldout.txt",
-    "math": "math/gsm8k.test.txt",
-    "wiki": "wikitext2/wikitext2.test.detok.txt",
-}
-# Characters of a stretch, for each token that a window needs: a token seldom has more.
-CHARACTERS = 12
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One way to spend a budget: a policy with its options, or ``bits`` for all experts (the budget is then theirs)."""
-
-    policy: str | None = None
-    bits: int | None = None
-
-    @property
-    def name(self) -> str:
-        """As tables call it."""
-        return self.policy or f"{self.bits} bits"
 
 
 def options(doc: str, out: str) -> argparse.ArgumentParser:
     """The flags that all these experiments have."""
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--model", type=Path, help="an artifact; default: the bundled model")
-    parser.add_argument("--data", type=Path, help="folder of held-out texts, see experiments/arms.py for their names")
-    parser.add_argument("--text", action="append", default=[], metavar="NAME=FILE", help="in place of --data")
+    parser.add_argument("--data", type=Path, help="folder of texts, see experiments/texts.py for their names; default: "
+                                                  "modules of Python's standard library")  # fmt: skip
+    parser.add_argument("--kinds", nargs="+", default=list(texts.HELD_OUT), choices=texts.HELD_OUT, help="of --data")
+    parser.add_argument("--text", action="append", default=[], metavar="NAME=FILE", help="one more held-out text")
     parser.add_argument("--windows", type=int, default=64, help="of each text")
     parser.add_argument("--window", type=int, default=256, help="tokens of a window, and of every sequence beside it")
     parser.add_argument("--sequences", type=int, default=8, help="sequences in the KV cache, the text one of them")
@@ -62,110 +39,96 @@ def options(doc: str, out: str) -> argparse.ArgumentParser:
     return parser
 
 
-def texts(args: argparse.Namespace) -> dict[str, list[Document]]:
-    """Stretches of each text, one a window, evenly over its length. SystemExit where there is none."""
-    files = dict(entry.split("=", 1) for entry in args.text)
-    if args.data:
-        files |= {name: str(args.data / file) for name, file in DOMAINS.items()}
-    if not files:
-        sys.exit("give --data DIR, or --text NAME=FILE once or more")
-    found, size = {}, CHARACTERS * args.window
-    for name, file in files.items():
-        whole = Path(file).read_text(encoding="utf-8")
-        starts = np.linspace(0, max(0, len(whole) - size), args.windows).astype(int)
-        found[name] = [Document(f"{name} {i}", whole[s : s + size]) for i, s in enumerate(starts)]
-    return found
+def expert_pages(artifact: Artifact, bits: float) -> float:
+    """Pages of all experts at ``bits``; between two widths, that share of the way."""
+    table = artifact.table()
+    return float(np.interp(bits, table.widths, [table.total_pages(b) for b in table.widths]))
+
+
+def bits_at(artifact: Artifact, pages: float) -> float:
+    """Mean bits at which experts take ``pages``: the inverse of :func:`expert_pages`."""
+    table = artifact.table()
+    return float(np.interp(pages, [table.total_pages(b) for b in table.widths], table.widths))
 
 
 def budget_at(artifact: Artifact, bits: float, window: int, sequences: int) -> int:
-    """Bytes that hold all experts at ``bits`` (between two widths: that share of the pages) and a full KV cache."""
+    """Bytes that hold all experts at ``bits`` and a full KV cache."""
     roomy = outlook(artifact, batch=sequences, context=window, chunks=(32,))
-    memory, table = roomy.memory, roomy.plan.table
-    widths = np.array(table.widths)
-    pages = np.interp(bits, widths, [table.total_pages(int(b)) for b in widths])
+    memory = roomy.memory
     kv = sequences * roomy.shapes.kv_pages(window)
-    return int(memory.total_bytes + (math.ceil(pages) + kv - memory.capacity_pages) * memory.page_bytes)
+    pages = math.ceil(expert_pages(artifact, bits) - 1e-6) + kv
+    return int(memory.total_bytes + (pages - memory.capacity_pages) * memory.page_bytes)
 
 
-class Runs:
-    """Measured runs, kept in a JSON file after each one, so that an experiment that was stopped goes on."""
+class Runs(Samples):
+    """Runs that are measured when they are asked for, kept in a JSON file after each, so a stopped experiment goes on.
 
-    def __init__(self, args: argparse.Namespace, model: Path | None = None, out: Path | None = None):
-        self.args, self.artifact = args, open_model(model or args.model)
-        self.texts = texts(args)
+    ``models``: artifacts by name; budgets are counted in the bytes of the first.
+    """
+
+    def __init__(self, args: argparse.Namespace, models: dict[str, Path | None]):
+        self.args = args
+        self.artifacts = {name: open_model(path) for name, path in models.items()}
+        self.texts = {
+            name: texts.stretches(name, text, args.windows, args.window) for name, text in texts.held_out(args).items()
+        }
         self.settings = {
             "windows": args.windows, "window": args.window, "sequences": args.sequences,
-            "model": self.artifact.manifest["files"],
+            "texts": {name: _hash("".join(d.text for d in documents)) for name, documents in self.texts.items()},
+            "models": {name: artifact.manifest["files"] for name, artifact in self.artifacts.items()},
         }  # fmt: skip
-        self.path, self.runs = out or args.out, {}
+        self.path, runs = args.out, {}
         if self.path.exists():
-            before = json.loads(self.path.read_text())
+            before = tables.read(self.path)
             if before["settings"] != self.settings:
                 sys.exit(f"{self.path} holds runs of other settings; give another --out")
-            self.runs = before["runs"]
+            runs = before["runs"]
+        super().__init__(runs, list(self.texts), list(models), args.seed)
+        self._budgets: dict[float, int] = {}
         environment.enable_compile_cache()
 
-    def of(self, arm: Arm, budget_bits: float | None, text: str) -> dict:
-        """One run, measured unless it is there: ``nll`` a window, ``tokens`` a window, bits, peak, moves.
-
-        ``budget_bits`` None: as much memory as it takes.
-        """
-        key = f"{arm.name} | {budget_bits} | {text}"
+    def of(self, arm: Arm, budget: float | None, text: str) -> dict:
+        """One run, measured unless it is there: ``nll`` and ``tokens`` a window, bits, bytes, moves; or ``refused``."""
+        key = self.key(arm, budget, text)
         if key not in self.runs:
-            args = self.args
-            budget = None if budget_bits is None else budget_at(self.artifact, budget_bits, args.window, args.sequences)
-            bars = Bars()
-            found = measure_perplexity(
-                self.artifact, self.texts[text], budget, bits=arm.bits, policy=arm.policy or "static",
-                window=args.window, max_tokens=args.window, kv_trace=KVTrace(alike=args.sequences), progress=bars,
-            )  # fmt: skip
-            bars.close()
-            trace, memory = found.settings["kv_trace"], found.settings["memory"]
-            self.runs[key] = {
-                "nll": [round(v, 5) for v in found.window_nll.tolist()], "tokens": found.window_tokens.tolist(),
-                "mean_bits": found.settings["mean_bits"], "least_bits": trace["mean_bits_min"],
-                "budget_bytes": budget, "peak_bytes": memory["peak_bytes"], "stalled": trace["stalled"],
-                "dropped": trace["dropped"], "demotions": trace["demotions"], "promotions": trace["promotions"],
-            }  # fmt: skip
-            print(f"{key}: {self.mean(self.runs[key]):.4f} nats a token, {found.settings['mean_bits']:.2f} bits",
-                  file=sys.stderr, flush=True)  # fmt: skip
+            self.runs[key] = run = self._measured(arm, budget, text)
+            said = run.get("refused") or f"{sum(run['nll']) / sum(run['tokens']):.4f} nats a token"
+            print(f"{key}: {said}", file=sys.stderr, flush=True)
             self.save()
         return self.runs[key]
 
-    def pooled(self, arm: Arm, budget_bits: float | None, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-        """``nll`` and ``tokens`` a window, over all texts."""
-        found = [self.of(arm, budget_bits, name) for name in (names or self.texts)]
-        return {key: np.concatenate([run[key] for run in found]) for key in ("nll", "tokens")}
+    def bytes_of(self, budget: float) -> int:
+        """What :func:`budget_at` gives on the first model."""
+        if budget not in self._budgets:
+            first = next(iter(self.artifacts.values()))
+            self._budgets[budget] = budget_at(first, budget, self.args.window, self.args.sequences)
+        return self._budgets[budget]
 
-    @staticmethod
-    def mean(run: dict) -> float:
-        """Nats a token."""
-        return float(np.sum(run["nll"]) / np.sum(run["tokens"]))
-
-    def difference(self, arm: Arm, other: Arm, budget_bits: float, names: Iterable[str] | None = None) -> dict:
-        """Nats a token that ``arm`` needs more than ``other`` on the same windows, with a 95 % interval."""
-        first, second = (self.pooled(a, budget_bits, names) for a in (arm, other))
-        return paired_difference(first["nll"], second["nll"], first["tokens"], self.args.seed)
+    def _measured(self, arm: Arm, budget: float | None, text: str) -> dict:
+        args, bars = self.args, Bars()
+        size = None if budget is None else self.bytes_of(budget)
+        try:
+            found = measure_perplexity(
+                self.artifacts[arm.model or self.models[0]], self.texts[text], size, bits=arm.bits,
+                policy=arm.policy or "static", window=args.window, max_tokens=args.window,
+                kv_trace=KVTrace(alike=args.sequences), progress=bars,
+            )  # fmt: skip
+        except BudgetError as error:
+            return {"refused": str(error)}
+        finally:
+            bars.close()
+        trace, memory = found.settings["kv_trace"], found.settings["memory"]
+        return {
+            "nll": [round(v, 5) for v in found.window_nll.tolist()], "tokens": found.window_tokens.tolist(),
+            "mean_bits": found.settings["mean_bits"], "least_bits": trace["mean_bits_min"],
+            "budget_bytes": size, "peak_bytes": memory["peak_bytes"], "stalled": trace["stalled"],
+            "dropped": trace["dropped"], "demotions": trace["demotions"], "promotions": trace["promotions"],
+        }  # fmt: skip
 
     def save(self, **more: object) -> None:
-        """Write everything, at once."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        result = {
-            "command": " ".join(sys.argv), "settings": self.settings, "versions": environment.versions(),
-            **more, "runs": self.runs,
-        }  # fmt: skip
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(result, indent=1) + "\n")
-        os.replace(temporary, self.path)
+        """Write everything, at once; ``more``: what was made of the runs."""
+        tables.write(self.path, settings=self.settings, seed=self.seed, **more, runs=self.runs)
 
 
-def interval(found: dict, digits: int = 4) -> str:
-    """``+0.0123 [+0.0100, +0.0140]``."""
-    low, high = found["interval_95"]
-    return f"{found['difference']:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,6 +1,6 @@
 """The dense model's feed-forward layers in experts: routers by ridge regression, ``down`` by least squares.
 
-python experiments/carve_moe/carve.py --data DIR --work WORK [--top-k 10]
+python -m experiments.carve_moe.carve --data DIR --work WORK [--top-k 10]
 
 Reads windows of the training mixture. Writes the tokenizer to ``WORK/tokenizer``, an Orbax checkpoint of the tree in
 ``model.py`` to ``WORK/carved``, and to ``WORK/carved.json``, a layer: the energy that the chosen experts carry, by
@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-import smollm2
-from data import batch, prepare
-from model import attend, moe_config, split_heads
-from refit import dense_output, features, outputs, refit, silu, solve, token_weights
-from split import choose, expert_energy, ridge_router, shared_neurons, split
 from tqdm import tqdm
+
+from experiments.carve_moe import smollm2
+from experiments.carve_moe.data import batch, prepare
+from experiments.carve_moe.model import attend, moe_config, split_heads
+from experiments.carve_moe.refit import dense_output, features, outputs, refit, silu, solve, token_weights
+from experiments.carve_moe.split import choose, expert_energy, ridge_router, shared_neurons, split
 
 
 def neuron_outputs(x: np.ndarray, gate_up: np.ndarray, down: np.ndarray) -> np.ndarray:

@@ -7,6 +7,8 @@ import jinja2
 import numpy as np
 from tokenizers import Tokenizer
 
+from experiments.texts import encode, read
+
 TRAIN = {"prose": "books/books.train.txt", "code": "code/python_stdlib.train.txt"}
 CHATS = "math/gsm8k.train.jsonl"
 # Share of training windows drawn from each source; `chat` is GSM8K's train split as conversations.
@@ -19,24 +21,6 @@ EVALUATION = {
 }
 # Pieces of each text, evenly spread, that are encoded for training, and their characters: more than a run sees.
 PIECES, PIECE_CHARS = 100, 25_000
-
-
-def read(path: Path) -> str:
-    """UTF-8 text, undecodable bytes dropped."""
-    return path.read_text(encoding="utf-8", errors="ignore")
-
-
-def encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """int32 ids of a long text, encoded in pieces cut at line ends."""
-    lines, pieces, size = text.splitlines(keepends=True), [[]], 0
-    for line in lines:
-        pieces[-1].append(line)
-        size += len(line)
-        if size > 100_000:
-            pieces.append([])
-            size = 0
-    batches = tokenizer.encode_batch(["".join(p) for p in pieces])
-    return np.concatenate([np.asarray(b.ids, np.int32) for b in batches])
 
 
 def excerpts(text: str) -> str:
@@ -73,7 +57,7 @@ def prepare(data: Path, work: Path) -> dict[str, np.ndarray]:
                 text = excerpts(read(data / TRAIN[name]))
             # Renamed when whole: an array cut short by a kill would be trained on without a word.
             partial = cache.with_suffix(".tmp.npy")
-            np.save(partial, encode(tokenizer, text))
+            np.save(partial, encode(tokenizer, text, np.int32))
             partial.replace(cache)
         arrays[name] = np.load(cache, mmap_mode="r")
     return arrays

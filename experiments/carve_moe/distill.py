@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from model import Routed, _product, linear, run_layers
 
+from experiments.carve_moe.model import Routed, _product, linear, run_layers
 from pwjax.config import ModelConfig
 
 

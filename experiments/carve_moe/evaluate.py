@@ -1,6 +1,6 @@
 """Perplexity of the dense and the carved model on held-out text, and how even routing is.
 
-python experiments/carve_moe/evaluate.py --data DIR --work WORK [--windows 20] [--hf DIR] [--out FILE]
+python -m experiments.carve_moe.evaluate --data DIR --work WORK [--windows 20] [--hf DIR] [--out FILE]
 
 The first ``--windows`` non-overlapping windows of each text, without a start token; every token of a window but its
 first is scored. ``--hf`` is a checkpoint that ``export.py`` wrote, run by pwjax's own model; without it,
@@ -17,12 +17,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import smollm2
-from data import EVALUATION, encode, read
-from export import load_distilled
-from model import linear, moe_config, run_layers
 from tokenizers import Tokenizer
 
+from experiments.carve_moe import smollm2
+from experiments.carve_moe.data import EVALUATION
+from experiments.carve_moe.export import load_distilled
+from experiments.carve_moe.model import linear, moe_config, run_layers
+from experiments.texts import encode, read
 from pwjax import models
 from pwjax.checkpoints.hf import load_hf
 from pwjax.environment import versions
@@ -31,7 +32,7 @@ from pwjax.environment import versions
 def windows_of(tokenizer: Tokenizer, path: Path, count: int, window: int) -> np.ndarray:
     """int32[n, window] first windows of a text, ``n`` at most ``count``."""
     # Eight characters a token are more than enough.
-    ids = encode(tokenizer, read(path)[: 8 * count * window])
+    ids = encode(tokenizer, read(path)[: 8 * count * window], np.int32)
     return ids[: len(ids) // window * window].reshape(-1, window)[:count]
 
 

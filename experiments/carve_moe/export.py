@@ -1,6 +1,6 @@
 """The distilled model as a Hugging Face checkpoint directory, Qwen2-MoE, with tokenizer and chat template.
 
-python experiments/carve_moe/export.py --work WORK --out DIR [--top-k 10]
+python -m experiments.carve_moe.export --work WORK --out DIR [--top-k 10]
 """
 
 import argparse
@@ -9,8 +9,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from model import fold, moe_config
 
+from experiments.carve_moe.model import fold, moe_config
 from pwjax.checkpoints.hf import save_hf
 from pwjax.config import ModelConfig
 

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import smollm2
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from experiments.carve_moe import smollm2
 from pwjax.config import ModelConfig
 from pwjax.models.layers import rms_norm, rotate
 

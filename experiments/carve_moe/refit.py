@@ -5,7 +5,8 @@ linear solve does what hundreds of steps of gradient descent on the same error w
 """
 
 import numpy as np
-from split import choose
+
+from experiments.carve_moe.split import choose
 
 
 def silu(x: np.ndarray) -> np.ndarray:

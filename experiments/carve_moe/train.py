@@ -1,4 +1,4 @@
-"""Distill the carved model: ``python experiments/carve_moe/train.py --data DIR --work WORK [--top-k 10]``.
+"""Distill the carved model: ``python -m experiments.carve_moe.train --data DIR --work WORK [--top-k 10]``.
 
 End to end, with the dense model as the teacher; attention and norms move too, the embedding does not. Resumes from the
 last Orbax checkpoint in ``WORK/distill``, also after Ctrl-C, SIGTERM or a kill. ``--steps`` may be changed at a resume,
@@ -17,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-import smollm2
-from data import batch, prepare
-from distill import Weights, distillation_loss
-from model import moe_config
 from tqdm import tqdm
+
+from experiments.carve_moe import smollm2
+from experiments.carve_moe.data import batch, prepare
+from experiments.carve_moe.distill import Weights, distillation_loss
+from experiments.carve_moe.model import moe_config
 
 
 def schedule(steps: int, fall: float) -> optax.Schedule:

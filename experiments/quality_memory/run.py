@@ -1,62 +1,202 @@
 """How much quality does each policy keep at equal peak bytes?
 
-    python -m experiments.quality_memory.run --data DIR [--bits 2.5 3 3.5 4 5] [--model DIR] [--out FILE]
+    python -m experiments.quality_memory.run --data DIR [--ladders 2-6 3-6] [--budgets 2.5 3 ...] [--model DIR]
 
-Every policy scores the same windows of held-out text while the KV cache of a batch grows beside them, under budgets in
-which all experts at N bits and the full cache just fit. Prints the likelihood of every arm, the paired difference of
-`default` to each other one with a bootstrap interval, and the share of the gap between uniform 3 bit and 16 bit that
-`default` recovers in the bytes of uniform 3 bit, and in 85 % of them. A quarter of an hour on two cores with the
-bundled model; a run that was stopped goes on.
+Every policy scores the same windows of held-out text while the KV cache of a batch grows beside it, under budgets in
+which all experts at N bits and the full cache just fit. Prints, pooled and for each text: the likelihood of every arm;
+what `default` gains on every other policy, paired, with intervals; the share of the gap between uniform 3 bit and 16
+bit that `default` recovers in the bytes of uniform 3 bit, and whether it is still better in 85 % of them; and what the
+ladder of widths does. The first ladder is the model's own; others are quantized from its 16-bit rows into --work. About
+six seconds a run on two cores with the bundled model, an hour in all; a run that was stopped goes on.
 """
 
-import numpy as np
+from collections.abc import Sequence
+from pathlib import Path
 
-from experiments.arms import Arm, Runs, interval, markdown, options
+from experiments.arms import Runs, bits_at, expert_pages, options
+from experiments.paired import Arm, Samples, clear
+from experiments.quality_memory.ladder import name_of, requantized
+from experiments.tables import interval, markdown, percent
+from pwjax.loading import open_model
 
 POLICIES = ("default", "paper", "uniform", "uniform-dynamic", "static", "hotness", "random")
-DEFAULT, FULL = Arm("default"), Arm(bits=16)
+# What `default` has to beat, at budgets between all experts at 3 and all at 5 bits.
+RIVALS, BETWEEN = ("uniform-dynamic", "hotness", "random"), (3.0, 5.0)
+# Bits whose bytes `default` gets, and the share of them in which it should still be better.
+NARROW, LESS = 3, 0.85
+# The share of the gap to 16 bits that it should close there.
+ENOUGH = 0.7
+FULL = Arm(bits=16)
 
 
-def recovered(runs: Runs, bits: float, narrow: int, seed: int) -> dict:
-    """Share of the gap between experts at ``narrow`` and at 16 bits that `default` closes at a budget of ``bits``."""
-    low, full = runs.pooled(Arm(bits=narrow), float(narrow)), runs.pooled(FULL, None)
-    ours = runs.pooled(DEFAULT, bits)
-    index = np.random.default_rng(seed).integers(0, len(ours["nll"]), (4000, len(ours["nll"])))
-    share = lambda i: (low["nll"][i] - ours["nll"][i]).sum(-1) / (low["nll"][i] - full["nll"][i]).sum(-1)  # noqa: E731
-    limits = [float(v) for v in np.quantile(share(index), (0.025, 0.975))]
-    return {"share": float(share(np.arange(len(ours["nll"])))), "interval_95": limits}
+def measure(samples: Samples, arms: dict[str, list[Arm]], budgets: dict[str, list[float]], less: float) -> None:
+    """Ask for every run, so that a stopped experiment has the same ones when it goes on."""
+    for text in samples.names:
+        samples.of(FULL, None, text)
+        for ladder, own in arms.items():
+            samples.of(Arm(bits=NARROW, model=ladder), float(NARROW), text)
+            for budget in [b for b in [*budgets[ladder], float(NARROW), less] if b >= least(ladder)]:
+                only_default = budget not in budgets[ladder]
+                for arm in own[:1] if only_default else own:
+                    for one in arm.each:
+                        samples.of(one, budget, text)
+
+
+def least(ladder: str) -> int:
+    """The fewest bits of a ladder."""
+    return int(ladder.split("-")[0])
+
+
+def versus(samples: Samples, arms: Sequence[Arm], budgets: Sequence[float], names: Sequence[str]) -> dict:
+    """What ``arms[0]`` needs more than each other one, by arm and budget."""
+    return {
+        arm.name: {f"{b:g}": samples.difference(arms[0], arm, b, names) for b in budgets} for arm in arms[1:]
+    }  # fmt: skip
+
+
+def gap(samples: Samples, ours: Arm, ladder: str, less: float, names: Sequence[str]) -> dict:
+    """What ``ours`` makes of the gap between experts at ``NARROW`` and at 16 bits, in their bytes and in fewer."""
+    low = Arm(bits=NARROW, model=ladder)
+    found = {}
+    for label, budget in (("same", float(NARROW)), ("less", less)):
+        if budget >= least(ladder):
+            found[label] = {
+                "recovered": samples.recovered((ours, budget), (low, float(NARROW)), (FULL, None), names),
+                "over_uniform": samples.difference(ours, low, budget, names, other_budget=float(NARROW)),
+            }
+    return found
+
+
+def summary(samples: Samples, arms: dict[str, list[Arm]], budgets: dict[str, list[float]], less: float) -> dict:
+    """Everything that is said of the runs: a part for each ladder, in it one for all texts and for each."""
+    pools = {"all": samples.names, **{name: [name] for name in samples.names}}
+    found = {"full": {pool: samples.mean(FULL, None, names) for pool, names in pools.items()}, "less_bits": less}
+    found["ladders"] = {
+        ladder: {
+            pool: {
+                "nats": {a.name: {f"{b:g}": samples.mean(a, b, names) for b in budgets[ladder]} for a in own},
+                "default_over": versus(samples, own, budgets[ladder], names),
+                "gap": gap(samples, own[0], ladder, less, names),
+            }
+            for pool, names in pools.items()
+        }
+        for ladder, own in arms.items()
+    }
+    first, *others = arms
+    found["over_first_ladder"] = {
+        ladder: {
+            f"{b:g}": samples.difference(arms[ladder][0], arms[first][0], b)
+            for b in budgets[ladder] if b in budgets[first]
+        }
+        for ladder in others
+    }  # fmt: skip
+    found["better_at"] = {
+        ladder: {
+            rival: [b for b, d in parts["all"]["default_over"][rival].items() if _between(float(b)) and clear(d)]
+            for rival in RIVALS if rival in parts["all"]["default_over"]
+        }
+        for ladder, parts in found["ladders"].items()
+    }  # fmt: skip
+    return found
+
+
+def _between(budget: float) -> bool:
+    return BETWEEN[0] < budget < BETWEEN[1]
+
+
+def shown(found: dict) -> dict[str, str]:
+    """The tables, by name."""
+    made = {}
+    for ladder, parts in found["ladders"].items():
+        everything = parts["all"]
+        budgets = list(next(iter(everything["nats"].values())))
+        names = list(everything["nats"])
+        number = lambda v: "-" if v is None else f"{v:.4f}"  # noqa: E731
+        made[f"nats {ladder}"] = markdown(
+            ["budget, bits at the peak", *(f"`{n}`" for n in names)],
+            [[b, *(number(everything["nats"][n][b]) for n in names)] for b in budgets],
+        )
+        made[f"default over {ladder}"] = markdown(
+            ["text", "`default` less", *budgets],
+            [
+                [pool, f"`{name}`", *(interval(row[b]) for b in budgets)]
+                for pool, part in parts.items()
+                for name, row in part["default_over"].items()
+                if pool == "all" or name in RIVALS
+            ],
+        )
+    made["gap"] = markdown(
+        ["ladder", "text", f"uniform {NARROW} bit's bytes: gap recovered", "over uniform",
+         f"{LESS:.0%} of these: gap recovered", "over uniform"],
+        [
+            [ladder, pool, *(cell for label in ("same", "less") for cell in _gap_cells(part["gap"].get(label)))]
+            for ladder, parts in found["ladders"].items() for pool, part in parts.items()
+        ],
+    )  # fmt: skip
+    for ladder, row in found["over_first_ladder"].items():
+        made[f"ladder {ladder}"] = markdown([f"`default`, {ladder} less {next(iter(found['ladders']))}", *row],
+                                            [["nats a token", *map(interval, row.values())]])  # fmt: skip
+    made["verdict"] = verdict(found)
+    return made
+
+
+def _gap_cells(found: dict | None) -> list[str]:
+    return ["-", "-"] if found is None else [percent(found["recovered"]), interval(found["over_uniform"])]
+
+
+def verdict(found: dict) -> str:
+    """Whether the claims hold, pooled over texts, a line each."""
+    lines = []
+    for ladder, rivals in found["better_at"].items():
+        for rival, where in rivals.items():
+            held = "yes" if len(where) >= 2 else "no"
+            lines.append([ladder, f"better than `{rival}` at two budgets or more between 3 and 5 bits", held,
+                          f"at {', '.join(where) or 'none'}"])  # fmt: skip
+        same, less = (found["ladders"][ladder]["all"]["gap"].get(label) for label in ("same", "less"))
+        if same and same["recovered"]:
+            held = "yes" if clear(same["recovered"]["gap"]) and same["recovered"]["share"] >= ENOUGH else "no"
+            lines.append([ladder, f"{ENOUGH:.0%} of the gap recovered in the bytes of uniform {NARROW} bit", held,
+                          percent(same["recovered"])])  # fmt: skip
+        if less and less["over_uniform"]:
+            held = "yes" if clear(less["over_uniform"]) else "no"
+            lines.append([ladder, f"better than uniform {NARROW} bit in {LESS:.0%} of its bytes", held,
+                          interval(less["over_uniform"])])  # fmt: skip
+    return markdown(["ladder", "claim", "holds", "measured"], lines)
 
 
 def main() -> None:
     parser = options(__doc__, "runs/quality_memory.json")
-    parser.add_argument("--bits", type=float, nargs="+", default=[2.5, 3.0, 3.5, 4.0, 5.0], help="budgets")
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES))
+    parser.add_argument("--budgets", type=float, nargs="+", default=[2.5, 3.0, 3.25, 3.5, 4.0, 4.5, 5.0])
+    parser.add_argument("--ladders", nargs="+", help="default: the model's own, and 3-6")
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), help="the first is compared with the others")
+    parser.add_argument("--draws", type=int, default=3, help="seeds of the random policy")
+    parser.add_argument("--tokens", type=int, default=65536, help="that other ladders are calibrated on")
+    parser.add_argument("--work", type=Path, default=Path("runs/quality_memory"), help="models of other ladders")
     args = parser.parse_args()
-    runs = Runs(args)
-    arms = [Arm(policy) for policy in args.policies]
-    rows, versus = [], {}
-    full = runs.mean(runs.pooled(FULL, None))
-    for bits in args.bits:
-        # An arm that cannot keep the promise at all (its least bits do not fit) has no row.
-        nats = {arm.name: runs.mean(runs.pooled(arm, bits)) for arm in arms}
-        rows.append([f"{bits:g}", *(f"{nats[arm.name]:.4f}" for arm in arms)])
-        for arm in arms[1:]:
-            versus[f"{arm.name} | {bits:g}"] = runs.difference(DEFAULT, arm, bits)
-    print(markdown(["budget, bits at the peak", *(arm.name for arm in arms)], rows))
-    print(f"\n16 bits: {full:.4f} nats a token\n")
-    others = [arm.name for arm in arms[1:]]
-    print(markdown(["`default` less", *(f"{bits:g}" for bits in args.bits)], [
-        [name, *(interval(versus[f"{name} | {bits:g}"]) for bits in args.bits)] for name in others
-    ]))  # fmt: skip
-    by_text = {
-        name: {f"{bits:g}": runs.difference(DEFAULT, Arm("uniform-dynamic"), bits, [name]) for bits in args.bits}
-        for name in runs.texts
+    base = open_model(args.model)
+    own = name_of(base)
+    ladders = args.ladders or list(dict.fromkeys([own, "3-6"]))
+    models = {
+        ladder: base.path if ladder == own
+        else requantized(base, ladder, args.work / f"{base.path.stem}-{ladder}.pw", args)
+        for ladder in ladders
+    }  # fmt: skip
+    runs = Runs(args, models)
+    arms = {
+        ladder: [Arm(p, draws=args.draws if p == "random" else 1, model=ladder) for p in args.policies]
+        for ladder in ladders
     }
-    shares = {}
-    if 3.0 in args.bits:
-        shares["3 bits' bytes"] = recovered(runs, 3.0, 3, args.seed)
-        print(f"\nof the gap between 3 and 16 bits, in the bytes of 3 bits: {shares}")
-    runs.save(versus=versus, by_text=by_text, recovered=shares)
+    budgets = {ladder: [b for b in args.budgets if b >= least(ladder)] for ladder in ladders}
+    first = runs.artifacts[ladders[0]]
+    less = bits_at(first, int(LESS * expert_pages(first, NARROW)))
+    measure(runs, arms, budgets, less)
+    found = summary(runs, arms, budgets, less)
+    made = shown(found)
+    for name, table in made.items():
+        print(f"\n{name}\n\n{table}")
+    print("\n16 bits: {all:.4f} nats a token".format(**found["full"]))
+    budget_bytes = {f"{b:g}": runs.bytes_of(b) for b in [*args.budgets, float(NARROW), less]}
+    runs.save(budget_bytes=budget_bytes, summary=found, tables=made)
 
 
 if __name__ == "__main__":

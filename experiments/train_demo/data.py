@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from experiments.texts import encode, read
+
 END = "<|endoftext|>"
 DOMAINS = {"prose": "books/books.train.txt", "code": "code/python_stdlib.train.txt", "math": "math/gsm8k.train.txt"}
 # Share of training windows drawn from each domain.
@@ -32,24 +34,6 @@ def train_tokenizer(data: Path, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def read(path: Path) -> str:
-    """UTF-8 text, undecodable bytes dropped."""
-    return path.read_text(encoding="utf-8", errors="ignore")
-
-
-def encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """uint16 token ids of a long text, encoded in pieces cut at line ends."""
-    lines, pieces, size = text.splitlines(keepends=True), [[]], 0
-    for line in lines:
-        pieces[-1].append(line)
-        size += len(line)
-        if size > 100_000:
-            pieces.append([])
-            size = 0
-    batches = tokenizer.encode_batch(["".join(p) for p in pieces])
-    return np.concatenate([np.asarray(b.ids, np.uint16) for b in batches])
-
-
 def prepare(data: Path, work: Path, vocab_size: int) -> tuple[Tokenizer, dict[str, np.ndarray]]:
     """Tokenizer and token arrays, made once and kept in ``work``; SystemExit where a text is missing."""
     missing = [name for name in DOMAINS.values() if not (data / name).is_file()]
@@ -68,7 +52,7 @@ def prepare(data: Path, work: Path, vocab_size: int) -> tuple[Tokenizer, dict[st
         if not cache.exists():
             # Renamed when whole: an array cut short by a kill would be trained on without a word.
             partial = cache.with_suffix(".tmp.npy")
-            np.save(partial, encode(tokenizer, read(data / name)))
+            np.save(partial, encode(tokenizer, read(data / name), np.uint16))
             partial.replace(cache)
         arrays[domain] = np.load(cache, mmap_mode="r")
     return tokenizer, arrays

@@ -1,6 +1,6 @@
 """Bits per byte of the demo model on held-out prose and code.
 
-python experiments/train_demo/evaluate.py MODEL --data DIR [--bits N] [--out FILE]
+python -m experiments.train_demo.evaluate MODEL --data DIR [--bits N] [--out FILE]
 
 MODEL is a Hugging Face directory, or an artifact (then --bits chooses the precision, 16 being the original). Scores
 the first 500 kB of each text with overlapping windows: every token is predicted from at least WINDOW - STRIDE tokens
@@ -18,10 +18,10 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from data import encode
-from model import load_model
 from tqdm import tqdm
 
+from experiments.texts import encode
+from experiments.train_demo.model import load_model
 from pwjax import models
 from pwjax.environment import versions
 
@@ -68,7 +68,7 @@ def main() -> None:
             # A character cut in two at the end is dropped, and does not count.
             text = opened.read(args.bytes).decode("utf-8", errors="ignore")
         data = text.encode()
-        tokens = encode(tokenizer, text)
+        tokens = encode(tokenizer, text, np.uint16)
         bits = score(config, params, tokens, args.window, args.stride, name)
         reached = bits / len(data)
         results[name] = {

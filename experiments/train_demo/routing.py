@@ -1,6 +1,6 @@
 """How far does routing differ between prose, code and mathematics, layer by layer?
 
-python experiments/train_demo/routing.py MODEL --data DIR [--out STEM]
+python -m experiments.train_demo.routing MODEL --data DIR [--out STEM]
 
 MODEL is a Hugging Face directory or an artifact. Counts which experts the tokens of held-out text choose, and writes
 STEM.json and STEM.png. Distances between the shares of two domains, for every layer:
@@ -21,9 +21,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from data import MIXTURE, encode
-from model import load_model
 
+from experiments.texts import encode
+from experiments.train_demo.data import MIXTURE
+from experiments.train_demo.model import load_model
 from pwjax import models
 from pwjax.environment import versions
 
@@ -141,7 +142,7 @@ def main() -> None:
     counts = {}
     for name, file in TEXTS.items():
         text = (args.data / file).read_text(encoding="utf-8", errors="ignore")
-        counts[name] = window_counts(config, params, encode(tokenizer, text), args.windows, args.window)
+        counts[name] = window_counts(config, params, encode(tokenizer, text, np.uint16), args.windows, args.window)
         print(f"{name}: {len(counts[name]) * args.window} tokens", file=sys.stderr, flush=True)
     found = report(counts)
     settings = {"windows": args.windows, "window": args.window, "texts": TEXTS, "mixture": MIXTURE}

@@ -1,4 +1,4 @@
-"""Train the bundled model: ``python experiments/train_demo/train.py --data DIR --work DIR``.
+"""Train the bundled model: ``python -m experiments.train_demo.train --data DIR --work DIR``.
 
 Resumes from the last Orbax checkpoint in ``--work``, also after Ctrl-C, SIGTERM or a kill; writes ``loss.json`` and
 ``loss.png`` as it goes and the Hugging Face layout to ``WORK/hf`` at the end. The first part of the run uses short
@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from data import batch, prepare
 from tqdm import tqdm
 
+from experiments.train_demo.data import batch, prepare
 from pwjax import models
 from pwjax.checkpoints.hf import save_hf
 from pwjax.config import ModelConfig

@@ -2,10 +2,6 @@
 
 import argparse
 import dataclasses
-import importlib
-import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,27 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from experiments.carve_moe import carve, distill, model, refit, smollm2, split
 from pwjax import models
 from pwjax.models.layers import rotate
 
-FOLDER = Path(__file__).resolve().parents[2] / "experiments" / "carve_moe"
-
-
-def _load() -> SimpleNamespace:
-    """The scripts' modules, which import each other as from their own folder; other folders have like names."""
-    names = ("smollm2", "model", "split", "refit", "distill", "data", "carve")
-    kept = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return SimpleNamespace(**{name: importlib.import_module(name) for name in names})
-    finally:
-        sys.path.remove(str(FOLDER))
-        for name in names:
-            sys.modules.pop(name, None)
-        sys.modules.update(kept)
-
-
-carving = _load()
 HIDDEN, NEURONS, LAYERS, VOCAB, EXPERTS = 32, 64, 2, 96, 7
 
 
@@ -65,7 +44,7 @@ def carved(dense):
     )
     x = np.random.default_rng(1).normal(size=(128, HIDDEN)).astype(np.float32)
     layers = [
-        carving.carve.carve_layer(x, x, {name: w[i] for name, w in dense["layers"]["mlp"].items()}, options)[0]
+        carve.carve_layer(x, x, {name: w[i] for name, w in dense["layers"]["mlp"].items()}, options)[0]
         for i in range(LAYERS)
     ]
     tree = {name: t for name, t in dense["layers"].items() if name != "mlp"}
@@ -74,7 +53,7 @@ def carved(dense):
 
 def config(top_k):
     return dataclasses.replace(
-        carving.model.moe_config(top_k, EXPERTS), vocab_size=VOCAB, hidden_size=HIDDEN, num_layers=LAYERS, num_heads=2,
+        model.moe_config(top_k, EXPERTS), vocab_size=VOCAB, hidden_size=HIDDEN, num_layers=LAYERS, num_heads=2,
         num_kv_heads=1, head_dim=16, expert_size=8, shared_size=8, max_positions=64,
     )  # fmt: skip
 
@@ -86,22 +65,22 @@ TOKENS = np.random.default_rng(2).integers(0, VOCAB, (2, 24)).astype(np.int32)
 def float32_products(monkeypatch):
     """Products in float32, so that forms compare to rounding errors of float32."""
     product = lambda form, a, b: jnp.einsum(form, a, b)  # noqa: E731
-    monkeypatch.setattr(carving.model, "_product", product)
-    monkeypatch.setattr(carving.distill, "_product", product)
+    monkeypatch.setattr(model, "_product", product)
+    monkeypatch.setattr(distill, "_product", product)
 
 
 def test_all_experts_with_an_idle_router_are_the_dense_model(dense, carved, float32_products):
     layers = carved["layers"]
     idle = {**carved, "layers": {**layers, "router": {"kernel": np.zeros_like(layers["router"]["kernel"])}}}
-    wanted, _ = carving.model.run_layers(config(EXPERTS), dense, TOKENS)
-    folded = jax.tree.map(jnp.asarray, carving.model.fold(config(EXPERTS), idle))
+    wanted, _ = model.run_layers(config(EXPERTS), dense, TOKENS)
+    folded = jax.tree.map(jnp.asarray, model.fold(config(EXPERTS), idle))
     found = models.forward(config(EXPERTS), folded, jnp.asarray(TOKENS)).hidden
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_the_form_for_training_is_qwen2_moe_when_folded(carved, float32_products):
-    wanted, (_, _, routed) = carving.model.run_layers(config(4), carved, TOKENS)
-    out = models.forward(config(4), jax.tree.map(jnp.asarray, carving.model.fold(config(4), carved)), TOKENS)
+    wanted, (_, _, routed) = model.run_layers(config(4), carved, TOKENS)
+    out = models.forward(config(4), jax.tree.map(jnp.asarray, model.fold(config(4), carved)), TOKENS)
     np.testing.assert_allclose(out.hidden, wanted, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(out.stats.count, routed.chosen.sum(1), atol=1e-3)
 
@@ -112,12 +91,12 @@ def _refit(dense, carved, k, idle=False):
     if idle:
         layer["router"] = {"kernel": np.zeros_like(layer["router"]["kernel"])}
     x = np.random.default_rng(7).normal(size=(1024, HIDDEN)).astype(np.float32)
-    wanted = carving.refit.dense_output(x, {name: w[0] for name, w in dense["layers"]["mlp"].items()})
-    weight, neurons = carving.refit.token_weights(wanted), carving.refit.features(x, layer, k)
-    fitted = carving.refit.refit(neurons[:896], wanted[:896], weight[:896], layer, 0.01)
+    wanted = refit.dense_output(x, {name: w[0] for name, w in dense["layers"]["mlp"].items()})
+    weight, neurons = refit.token_weights(wanted), refit.features(x, layer, k)
+    fitted = refit.refit(neurons[:896], wanted[:896], weight[:896], layer, 0.01)
 
     def error(one):
-        found, _ = carving.model.moe(config(k), one, x[896:])
+        found, _ = model.moe(config(k), one, x[896:])
         return float((((found - wanted[896:]) * weight[896:]) ** 2).sum(1).mean())
 
     return layer, fitted, error
@@ -142,13 +121,13 @@ def test_carving_layer_by_layer_stays_nearer_than_carving_alone(dense, carved, f
     )  # fmt: skip
     tokens = np.random.default_rng(9).integers(0, VOCAB, (48, 24)).astype(np.int32)
     shape = config(4)
-    carving.carve.moe_config, kept = lambda *_: shape, carving.carve.moe_config
+    carve.moe_config, kept = lambda *_: shape, carve.moe_config
     try:
-        tree, report = carving.carve.carve(dense, tokens, options)
+        tree, report = carve.carve(dense, tokens, options)
     finally:
-        carving.carve.moe_config = kept
-    wanted, _ = carving.model.run_layers(shape, dense, TOKENS)
-    error = [np.mean((carving.model.run_layers(shape, one, TOKENS)[0] - wanted) ** 2) for one in (carved, tree)]
+        carve.moe_config = kept
+    wanted, _ = model.run_layers(shape, dense, TOKENS)
+    error = [np.mean((model.run_layers(shape, one, TOKENS)[0] - wanted) ** 2) for one in (carved, tree)]
     assert error[1] < 0.9 * error[0]
     assert len(report) == LAYERS and all(0 < r["residual_error"] < 1 for r in report)
 
@@ -159,9 +138,9 @@ def test_experts_that_were_not_chosen_have_a_gradient(carved):
 
     def total(bias):
         router = {"kernel": layer["router"]["kernel"] + bias[:, None] * x[0] / jnp.sum(x**2)}
-        return (carving.model.moe(config(4), {**layer, "router": router}, x)[0] ** 2).sum()
+        return (model.moe(config(4), {**layer, "router": router}, x)[0] ** 2).sum()
 
-    _, routed = carving.model.moe(config(4), layer, x)
+    _, routed = model.moe(config(4), layer, x)
     assert np.round(routed.chosen).sum() == 4
     assert (np.abs(jax.grad(total)(jnp.zeros(EXPERTS))) > 1e-8).all()
 
@@ -174,7 +153,7 @@ def test_divergence_and_its_gradient(float32_products):
         p, q = (jax.nn.log_softmax(rows @ head.T, -1) for rows in (teacher, x))
         return jnp.sum(jnp.exp(p) * (p - q), -1).mean()
 
-    value, gradient = jax.value_and_grad(carving.distill.divergence)(student, teacher, head)
+    value, gradient = jax.value_and_grad(distill.divergence)(student, teacher, head)
     wanted_value, wanted = jax.value_and_grad(plain)(student)
     np.testing.assert_allclose(value, wanted_value, rtol=1e-4)
     np.testing.assert_allclose(gradient, wanted, rtol=1e-3, atol=1e-5)
@@ -185,13 +164,13 @@ def test_unpermuted_rows_rotate_in_halves_as_their_pairs_did():
     halves = np.random.default_rng(5).normal(size=(heads * size, 4)).astype(np.float32)
     # llama.cpp's order: what rotates together is side by side.
     pairs = halves.reshape(heads, 2, size // 2, 4).swapaxes(1, 2).reshape(heads * size, 4)
-    np.testing.assert_array_equal(carving.smollm2.unpermute(pairs, heads), halves)
+    np.testing.assert_array_equal(smollm2.unpermute(pairs, heads), halves)
     x, positions = np.random.default_rng(6).normal(size=(5, 4)).astype(np.float32), np.arange(5)
     angle = positions[:, None, None] * 10.0 ** (-np.arange(size // 2) / (size // 2))
     y = (x @ pairs.T).reshape(5, heads, size // 2, 2)
     cos, sin = np.cos(angle), np.sin(angle)
     turned = np.stack([y[..., 0] * cos - y[..., 1] * sin, y[..., 1] * cos + y[..., 0] * sin], -1)
-    ours = rotate((x @ carving.smollm2.unpermute(pairs, heads).T).reshape(1, 5, heads, size), positions[None], 10.0)
+    ours = rotate((x @ smollm2.unpermute(pairs, heads).T).reshape(1, 5, heads, size), positions[None], 10.0)
     np.testing.assert_allclose(ours[0].reshape(5, heads, 2, size // 2).swapaxes(2, 3), turned, rtol=1e-4, atol=1e-5)
 
 
@@ -199,7 +178,7 @@ def test_unpermuted_rows_rotate_in_halves_as_their_pairs_did():
 @settings(max_examples=20, deadline=None)
 def test_a_split_is_a_partition_into_equal_parts(seed, k, balance):
     fires = np.exp(np.random.default_rng(seed).normal(size=(40, 24))).astype(np.float32)
-    groups, carried = carving.split.split(fires, 4, k, balance, 3, seed)
+    groups, carried = split.split(fires, 4, k, balance, 3, seed)
     assert groups.shape == (4, 6) and sorted(groups.ravel()) == list(range(24))
     assert all(0 < c <= 1.0001 for c in carried)
     if balance == 0:
@@ -211,20 +190,20 @@ def test_neurons_that_fire_together_become_one_expert():
     owner = rng.permutation(np.repeat(np.arange(4), 8))
     active = np.stack([rng.permutation(4) < 2 for _ in range(200)])
     fires = np.where(active[:, owner], 1.0, 0.05) * rng.uniform(0.8, 1.2, (200, 32))
-    groups, carried = carving.split.split(fires.astype(np.float32), 4, 2, 0.0, 3, 0)
+    groups, carried = split.split(fires.astype(np.float32), 4, 2, 0.0, 3, 0)
     assert all(len(set(owner[group])) == 1 for group in groups) and carried[-1] > 0.99
 
 
 def test_the_shared_expert_takes_the_neurons_that_always_fire():
     fires = np.full((10, 8), 0.1, np.float32)
     fires[:, [2, 5]] = 1.0
-    np.testing.assert_array_equal(carving.split.shared_neurons(fires, 2), [2, 5])
+    np.testing.assert_array_equal(split.shared_neurons(fires, 2), [2, 5])
 
 
 def test_a_router_that_can_be_linear_is_found():
     rng = np.random.default_rng(0)
     x, kernel = rng.normal(size=(400, 12)), rng.normal(size=(5, 12))
-    found = carving.split.ridge_router(x, np.exp(x @ kernel.T), 1e-6, 0.25)
+    found = split.ridge_router(x, np.exp(x @ kernel.T), 1e-6, 0.25)
     order = lambda scores: np.argsort(scores, axis=1)  # noqa: E731
     np.testing.assert_array_equal(order(x @ found.T), order(x @ kernel.T))
     assert (x @ found.T).std() == pytest.approx(0.25, rel=1e-4)

@@ -1,15 +1,15 @@
-"""How long do users wait when requests come in bursts: with precision that moves, with all blocks alike, with neither?
+"""How long do users wait when requests come in bursts, by policy, and where precision never moves?
 
-python experiments/burst_latency/run.py [--bursts 4] [--out FILE]
+    python -m experiments.throughput.bursts [--bursts 4] [--arms default preemption] [--out FILE]
 
-One trace of bursts, in real time, for three arms at the same budget and, for the first and the last, the same start
-bits: `default`, `uniform-dynamic`, and `preemption` (no plan is ever made, so sequences are preempted when KV pages
-run out). Time to first token counts from a request's arrival; time per output token is a request's mean over its
-tokens after the first. Prints a table; the JSON has every request. About two minutes on two idle cores.
+One trace of bursts, in real time, at one budget, for every policy and for `preemption`: the start bits of `default`,
+and never a plan, so sequences are preempted when KV pages run out. Time to first token counts from a request's arrival;
+time per output token is a request's mean over its tokens after the first; tokens a second are those of all requests
+over the time in which the engine had any. Prints a table; the JSON has every request. Half a minute an arm on two idle
+cores.
 """
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
@@ -17,12 +17,14 @@ from pathlib import Path
 import numpy as np
 
 import pwjax
+from experiments import tables
 from planner import Observation, get_policy
 from pwjax import environment
 from pwjax.engine.decisions import Live
 from pwjax.loading import Injected, load, open_model, outlook
 
-ARMS = ("default", "uniform-dynamic", "preemption")
+ARMS = ("default", "paper", "uniform-dynamic", "static", "uniform", "preemption")
+QUANTILES = (50, 90, 99)
 
 
 class NoPlans(Live):
@@ -76,7 +78,7 @@ def run(arm: str, args: argparse.Namespace, budget: int) -> dict:
                     first[key] = now
                 if count > latest.get(key, (0.0, 0))[1]:
                     latest[key] = now, count
-        stats = engine.stats()
+        seconds, stats = time.perf_counter() - began, engine.stats()
     requests = [
         {
             "id": request.id,
@@ -89,21 +91,58 @@ def run(arm: str, args: argparse.Namespace, budget: int) -> dict:
     ]
     return {
         "requests": requests,
-        "seconds": time.perf_counter() - began,
+        "seconds": seconds,
         "preemptions": stats["scheduler"]["preemptions"],
         "precision": stats["precision"],
         "memory": stats["memory"],
     }
 
 
-def quantiles(values: list[float]) -> dict[str, float]:
-    """Median and tails."""
-    return {f"p{q}": round(float(np.percentile(values, q)), 2) for q in (50, 90, 99)}
+def busy_s(requests: list[dict]) -> float:
+    """Seconds in which at least one request was there and not done."""
+    spans = sorted(
+        (r["arrival_s"], r["arrival_s"] + (r["ttft_ms"] + r["tpot_ms"] * (r["tokens"] - 1)) / 1e3) for r in requests
+    )
+    total = reached = 0.0
+    for begin, end in spans:
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def summary(arms: dict[str, dict]) -> dict[str, dict]:
+    """Rates, percentiles in milliseconds, preemptions and bits of every arm."""
+    quantiles = lambda values: {f"p{q}": float(np.percentile(values, q)) for q in QUANTILES}  # noqa: E731
+    return {
+        arm: {
+            "tokens_per_s": sum(r["tokens"] for r in result["requests"]) / busy_s(result["requests"]),
+            "tpot_ms": quantiles([r["tpot_ms"] for r in result["requests"]]),
+            "ttft_ms": quantiles([r["ttft_ms"] for r in result["requests"]]),
+            "preemptions": result["preemptions"],
+            "mean_bits_start": result["precision"]["mean_bits_start"],
+            "mean_bits_min": result["precision"]["mean_bits_min"],
+        }
+        for arm, result in arms.items()
+    }
+
+
+def shown(found: dict[str, dict]) -> dict[str, str]:
+    """The table, by name."""
+    spread = lambda row: " / ".join(f"{v:.1f}" for v in row.values())  # noqa: E731
+    head = ["arm", "tokens/s", "ms a token p50 / p90 / p99", "ms to first token p50 / p90 / p99", "preemptions",
+            "mean bits, start to least"]  # fmt: skip
+    rows = [
+        [f"`{arm}`", f"{row['tokens_per_s']:.0f}", spread(row["tpot_ms"]), spread(row["ttft_ms"]), row["preemptions"],
+         f"{row['mean_bits_start']:.2f} -> {row['mean_bits_min']:.2f}"]
+        for arm, row in found.items()
+    ]  # fmt: skip
+    return {"bursts": tables.markdown(head, rows)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, help="an artifact; default: the bundled model")
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), help="policies, and preemption")
     parser.add_argument("--bursts", type=int, default=4)
     parser.add_argument("--size", type=int, default=16, help="requests of a burst")
     parser.add_argument("--trickle", type=int, default=3, help="requests between two bursts")
@@ -112,37 +151,26 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--budget", type=float, default=0.25, help="0: the smallest that works, 1: the largest of use")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("runs/burst_latency.json"))
+    parser.add_argument("--out", type=Path, default=Path("runs/bursts.json"), help="arms in it stay")
     args = parser.parse_args()
     environment.enable_compile_cache()
-    memory = outlook(open_model(args.model), batch=args.batch, context=args.context).memory
+    artifact = open_model(args.model)
+    memory = outlook(artifact, batch=args.batch, context=args.context).memory
     budget = int(memory.smallest_budget_bytes + args.budget * (memory.total_bytes - memory.smallest_budget_bytes))
-    arms = {arm: run(arm, args, budget) for arm in ARMS}
-    table = {
-        arm: {
-            "tpot_ms": quantiles([r["tpot_ms"] for r in result["requests"]]),
-            "ttft_ms": quantiles([r["ttft_ms"] for r in result["requests"]]),
-            "preemptions": result["preemptions"],
-            "mean_bits_start": round(result["precision"]["mean_bits_start"], 2),
-            "mean_bits_min": round(result["precision"]["mean_bits_min"], 2),
-            "seconds": round(result["seconds"], 1),
-        }
-        for arm, result in arms.items()
-    }
-    lines = ["| arm | ms a token p50 / p90 / p99 | ms to first token p50 / p90 / p99 | preemptions | mean bits |",
-             "|---|---|---|---|---|"]  # fmt: skip
-    for arm, row in table.items():
-        tpot, ttft = (" / ".join(f"{v:.1f}" for v in row[name].values()) for name in ("tpot_ms", "ttft_ms"))
-        bits = f"{row['mean_bits_start']} -> {row['mean_bits_min']}"
-        lines.append(f"| {arm} | {tpot} | {ttft} | {row['preemptions']} | {bits} |")
-    print("\n".join(lines))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    result = {
-        "command": " ".join(sys.argv), "settings": settings, "budget_bytes": budget, "table": table, "arms": arms,
-        "cpu": environment.cpu_info(), "versions": environment.versions(),
-    }  # fmt: skip
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    asked = {name: value for name, value in vars(args).items() if name not in ("model", "arms", "out")}
+    settings = {**asked, "model": artifact.path.name, "budget_bytes": budget}
+    before = tables.read(args.out) if args.out.exists() else {"settings": settings, "arms": {}}
+    if before["settings"] != settings:
+        sys.exit(f"{args.out} holds arms of other settings; give another --out")
+    arms = before["arms"]
+    for arm in args.arms:
+        if arm not in arms:
+            arms[arm] = run(arm, args, budget)
+            print(f"{arm}: {arms[arm]['seconds']:.0f} s", file=sys.stderr, flush=True)
+        found = summary(arms)
+        made = shown(found)
+        tables.write(args.out, settings=settings, summary=found, tables=made, arms=arms)
+    print(made["bursts"])
 
 
 if __name__ == "__main__":
