@@ -187,7 +187,7 @@ def live(log: Path, args: argparse.Namespace) -> Iterator[Side]:
 
 @contextmanager
 def control(log: Path, args: argparse.Namespace) -> Iterator[Side]:
-    """A replay of ``log`` with every page staged before."""
+    """A replay of ``log`` with every page staged before, which writes a log as the live run does."""
     records, watch = list(read_log(log)[1]), Stopwatch()
     made: list[Prestaged] = []
 
@@ -196,7 +196,7 @@ def control(log: Path, args: argparse.Namespace) -> Iterator[Side]:
         return made[0]
 
     injected = Injected(
-        transfer=transfer, decisions=Recorded(records), log=lambda header: EpochLog(None, header), clock=watch
+        transfer=transfer, decisions=Recorded(records), log=lambda header: EpochLog(log.with_suffix(".repeated"), header), clock=watch
     )
     with load(args.model, args.budget, **options(args), injected=injected) as engine:
         made[0].loading = False
