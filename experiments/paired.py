@@ -65,6 +65,12 @@ class Samples:
         nll = np.concatenate([np.mean([run["nll"] for run in row], axis=0) for row in runs])
         return {"nll": nll, "tokens": np.concatenate([np.asarray(row[0]["tokens"], float) for row in runs])}
 
+    @property
+    def peak_share(self) -> float:
+        """The most that a run held at its peak, over its budget; ValueError where no run has one."""
+        budgeted = (run for run in self.runs.values() if run.get("budget_bytes"))
+        return max(run["peak_bytes"] / run["budget_bytes"] for run in budgeted)
+
     def mean(self, arm: Arm, budget: float | None, names: Iterable[str] | None = None) -> float | None:
         """Nats a token."""
         found = self.pooled(arm, budget, names)

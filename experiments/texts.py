@@ -56,10 +56,10 @@ def held_out(args: argparse.Namespace) -> dict[str, str]:
     return {name: read(_there(Path(file))) for name, file in files.items()}
 
 
-def training(args: argparse.Namespace) -> dict[str, str]:
-    """The training texts of ``--data``; without it, the other half of the modules. SystemExit as above."""
+def training(args: argparse.Namespace) -> dict[str, Path | str]:
+    """The training files of ``--data``; without it, the text of the other half of the modules. SystemExit as above."""
     if args.data:
-        return {name: read(_there(args.data / file)) for name, file in TRAINING.items()}
+        return {name: _there(args.data / file) for name, file in TRAINING.items()}
     if args.text:
         sys.exit("calibration needs training texts: give --data DIR")
     return {"code": "\n".join(document.text for document in heldout_documents()[::2])}

@@ -31,7 +31,7 @@ ARMS = {
 }  # fmt: skip
 
 
-def calibrated(model: Path, folder: Path, text: str, tokens: int) -> Path:
+def calibrated(model: Path, folder: Path, text: Path | str, tokens: int) -> Path:
     """A copy of the model with tables from ``text``, made once."""
     out, done = folder / "model.pw", folder / "done"
     if not done.exists():

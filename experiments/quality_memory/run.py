@@ -195,8 +195,9 @@ def main() -> None:
     for name, table in made.items():
         print(f"\n{name}\n\n{table}")
     print("\n16 bits: {all:.4f} nats a token".format(**found["full"]))
+    print(f"peak bytes: {runs.peak_share:.2%} of the budget at most")
     budget_bytes = {f"{b:g}": runs.bytes_of(b) for b in [*args.budgets, float(NARROW), less]}
-    runs.save(budget_bytes=budget_bytes, summary=found, tables=made)
+    runs.save(budget_bytes=budget_bytes, peak_share=runs.peak_share, summary=found, tables=made)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ def test_runs_are_measured_once_and_kept(tiny, tmp_path, monkeypatch, quick_prog
     assert len(found["nll"]) == len(found["tokens"]) == 2 and found["peak_bytes"] <= found["budget_bytes"]
     refused = runs.of(Arm(bits=6), 2.0, "fox")
     assert "too small" in refused["refused"]
+    assert runs.peak_share == found["peak_bytes"] / found["budget_bytes"] <= 1
 
     monkeypatch.setattr("experiments.arms.measure_perplexity", lambda *a, **k: pytest.fail("measured again"))
     again = Runs(args, {"2-6": tiny.path})
