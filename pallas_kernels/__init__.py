@@ -4,6 +4,7 @@ pages             Geometry, BlockShape, RowLayout: how rows sit in pages
 bitplanes         NumPy packing, unpacking, and the oracle of every kernel
 expert_ffn        routed experts at any mix of bits
 paged_attention   attention over KV pages and fresh tokens
+linear            products with 16-bit matrices
 dispatch          how an op finds its implementation
 gpu, native       whether kernels for GPUs and the C++ library can be used here; launch: a kernel in Pallas
 """

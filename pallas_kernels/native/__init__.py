@@ -14,7 +14,7 @@ import jax
 
 LIBRARY = Path(__file__).parent / "libpwjax.so"
 # Handlers of XLA's foreign function interface, by the names that programs call them by.
-TARGETS = ("pwjax_expert_ffn", "pwjax_paged_attention")
+TARGETS = ("pwjax_expert_ffn", "pwjax_paged_attention", "pwjax_linear")
 
 
 @cache
@@ -25,7 +25,8 @@ def load() -> tuple[ctypes.CDLL | None, str]:
     try:
         library = ctypes.CDLL(str(LIBRARY))
         library.pwjax_instruction_set.restype = ctypes.c_char_p
-        for scratch, sizes in ((library.pwjax_expert_ffn_scratch, 4), (library.pwjax_paged_attention_scratch, 5)):
+        for name, sizes in (("expert_ffn", 4), ("paged_attention", 5), ("linear", 2)):
+            scratch = getattr(library, f"pwjax_{name}_scratch")
             scratch.restype, scratch.argtypes = ctypes.c_int64, [ctypes.c_int64] * sizes
     except (OSError, AttributeError) as error:  # an attribute is missing in a library built from older sources
         return None, f"built, but cannot be loaded: {error}"

@@ -10,6 +10,7 @@
 
 #include "attention.h"
 #include "call.h"
+#include "linear.h"
 #include "team.h"
 
 #pragma GCC push_options
@@ -152,6 +153,7 @@ struct Isa {
 #define PWJAX_TILE 3
 #define PWJAX_NAME(op) op##_avx2
 #include "kernel.h"
+#include "linear_kernel.h"
 #include "attention_kernel.h"
 #pragma GCC pop_options
 #endif

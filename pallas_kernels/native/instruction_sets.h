@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "call.h"
+#include "linear.h"
 #include "team.h"
 
 namespace pwjax {
@@ -13,10 +14,12 @@ namespace pwjax {
 // Fill a team with the work of a call; what they return must live until the team is done.
 using ExpertFFN = std::shared_ptr<void> (*)(const Call&, const std::vector<Group>&, Team*);
 using PagedAttention = std::shared_ptr<void> (*)(const Attention&, Team*);
+using LinearProduct = std::shared_ptr<void> (*)(const Linear&, Team*);
 
 #define PWJAX_DECLARE(set)                                                                       \
   std::shared_ptr<void> expert_ffn_##set(const Call&, const std::vector<Group>&, Team*);         \
-  std::shared_ptr<void> paged_attention_##set(const Attention&, Team*);
+  std::shared_ptr<void> paged_attention_##set(const Attention&, Team*);                          \
+  std::shared_ptr<void> linear_##set(const Linear&, Team*);
 PWJAX_DECLARE(portable)
 #if defined(__x86_64__)
 PWJAX_DECLARE(avx2)
@@ -29,6 +32,7 @@ struct InstructionSet {
   bool available;
   ExpertFFN expert_ffn;
   PagedAttention paged_attention;
+  LinearProduct linear;
 };
 
 // Best first; the last one always works.
@@ -42,10 +46,10 @@ inline const std::vector<InstructionSet>& instruction_sets() {
 #endif
   static const std::vector<InstructionSet> sets = {
 #if defined(__x86_64__)
-      {"avx512", avx512, expert_ffn_avx512, paged_attention_avx512},
-      {"avx2", avx2, expert_ffn_avx2, paged_attention_avx2},
+      {"avx512", avx512, expert_ffn_avx512, paged_attention_avx512, linear_avx512},
+      {"avx2", avx2, expert_ffn_avx2, paged_attention_avx2, linear_avx2},
 #endif
-      {"portable", true, expert_ffn_portable, paged_attention_portable},
+      {"portable", true, expert_ffn_portable, paged_attention_portable, linear_portable},
   };
   return sets;
 }

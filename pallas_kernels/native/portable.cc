@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "call.h"
 #include "half.h"
+#include "linear.h"
 #include "team.h"
 
 namespace pwjax {
@@ -88,4 +89,5 @@ struct Isa {
 #define PWJAX_TILE 3
 #define PWJAX_NAME(op) op##_portable
 #include "kernel.h"
+#include "linear_kernel.h"
 #include "attention_kernel.h"

@@ -45,10 +45,11 @@ def examine() -> dict[str, Any]:
 
 def kernels(platforms: set[str]) -> dict[str, str]:
     """``"op/implementation"`` and ``"available"``, or the reason why it is not."""
-    from pallas_kernels import expert_ffn, native, paged_attention
+    from pallas_kernels import expert_ffn, linear, native, paged_attention
 
     found = {}
-    for name, op in (("expert_ffn", expert_ffn), ("paged_attention", paged_attention)):
+    ops = {"expert_ffn": expert_ffn, "paged_attention": paged_attention, "linear": linear}
+    for name, op in ops.items():
         problems = op.problems() if platforms else dict.fromkeys(op.IMPLEMENTATIONS, "JAX has no device")
         state = {which: f"unavailable: {why}" if why else "available" for which, why in problems.items()}
         if state["native"] == "available":

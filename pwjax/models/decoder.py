@@ -9,6 +9,7 @@ them with one kind of attention.
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.linear import Member
 from pallas_kernels.paged_attention import Past, paged_attention
 from pwjax.config import ModelConfig
 from pwjax.models.layer import decoder_layer
@@ -129,9 +131,11 @@ def run_layers(
     attn = tuple(layers[config.attention_group(kind)] for kind in kinds)
     find: Callable[[Any, Any], Any] = lambda stack, item: item  # noqa: E731
     items, own_items = shared, attn
-    if len(kinds) > 1 and paged is not None:
-        # By index: a period's parameters, sliced for the scan over its runs, would be copied in every period.
-        find = lambda stack, item: jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, item, keepdims=False), stack)  # noqa: E731
+    bits_of_weights = layers["router"]["kernel"].dtype == jnp.uint16
+    if paged is not None and (len(kinds) > 1 or bits_of_weights):
+        # By index: a period's parameters, sliced for the scan over its runs, would be copied in every period, and
+        # matrices that are read as they are in every layer.
+        find = lambda stack, item: jax.tree.map(partial(_member, item), stack)  # noqa: E731
         items = jnp.arange(config.num_layers)
         own_items = tuple(jnp.arange(len(n)) for n in config.kind_layers)
 
@@ -159,6 +163,12 @@ def run_layers(
     (x, _), stats, kept = scan_layers(config.layer_kinds, layer, start, (items, bits, pages), own)
     k, v = zip(*kept, strict=True)
     return x, Fresh(k, v, fresh.filled + x.shape[1]), stats
+
+
+def _member(index: jax.Array, stack: jax.Array) -> jax.Array | Member:
+    """A layer's parameter; a matrix of bits stays where it lies."""
+    member = Member(stack, index)
+    return member if stack.ndim == 3 and stack.dtype == jnp.uint16 else member.cut()
 
 
 def apply(
@@ -220,16 +230,8 @@ def head_parts(vocab: int) -> int:
 def logits(config: ModelConfig, params: dict, hidden: jax.Array) -> jax.Array:
     """Head of the model: float32[..., V] from final-norm ``hidden`` [..., H]."""
     kernel = params["embed"]["embedding"] if config.tie_embeddings else params["lm_head"]["kernel"]
-    if kernel.dtype == jnp.float32:
-        scores = linear(hidden, kernel)
-    else:
-        # In parts: a float32 copy of a large vocabulary's head would be the largest temporary of a step.
-        vocab = kernel.shape[0]
-        parts = head_parts(vocab)
-        # A derivative widens them again, or it would keep them all.
-        part = jax.checkpoint(lambda rows: linear(hidden, rows))
-        scores = lax.map(part, kernel.reshape(parts, vocab // parts, -1))
-        scores = jnp.moveaxis(scores, 0, -2).reshape(*hidden.shape[:-1], vocab)
+    # In parts: a float32 copy of a large vocabulary's head would be the largest temporary of a step.
+    scores = linear(hidden, kernel, parts=head_parts(len(kernel)))
     return scores if config.softcap is None else config.softcap * jnp.tanh(scores / config.softcap)
 
 

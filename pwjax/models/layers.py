@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.linear import Member
+from pallas_kernels.linear import linear as product
 from pwjax.config import AttentionKind, ModelConfig
 
 # ``attend(q, k, v)``: attention of this call's queries; gives the result [B, T, heads * D] and what it kept of k, v.
@@ -31,12 +33,16 @@ def rms_norm(x: jax.Array, scale: jax.Array | None, eps: float) -> jax.Array:
     return x if scale is None else x * as_float(scale)
 
 
-def linear(x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def linear(x: jax.Array, kernel: jax.Array | Member, bias: jax.Array | None = None, parts: int = 1) -> jax.Array:
     """``x @ kernel.T + bias`` of float32 ``x`` with ``kernel`` [out, in].
 
-    Written as an einsum: a batch-1 ``x @ W.T`` is several times slower on some XLA CPU versions.
+    A kernel of bits is read by the kernels in use, see :func:`pallas_kernels.linear.linear` for ``parts``; one of
+    numbers is an einsum, for a batch-1 ``x @ W.T`` is several times slower on some XLA CPU versions.
     """
-    y = jnp.einsum("...k,nk->...n", x, as_float(kernel))
+    if isinstance(kernel, Member) or kernel.dtype == jnp.uint16:
+        y = product(x, kernel, parts)
+    else:
+        y = jnp.einsum("...k,nk->...n", x, as_float(kernel))
     return y if bias is None else y + as_float(bias)
 
 

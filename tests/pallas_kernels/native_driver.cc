@@ -1,5 +1,6 @@
 // Runs the C++ kernels without Python or XLA, against plain loops, on buffers that end exactly where they must: experts
-// of every width in groups of several sizes, attention over scattered pages and rings. For sanitizers: tests/pallas_kernels/test_native_driver.py.
+// of every width in groups of several sizes, attention over scattered pages and rings, 16-bit matrices. For sanitizers:
+// tests/pallas_kernels/test_native_driver.py.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -297,6 +298,44 @@ int check_attention(const InstructionSet& set) {
   return failures;
 }
 
+// Products with bfloat16 rows that end where the buffer does.
+int check_linear(const InstructionSet& set) {
+  int failures = 0;
+  for (int64_t tokens : {1, 3, 40}) {
+    for (int64_t rows : {1, 6, 331}) {
+      for (int64_t cols : {2, 34, 300, 1100}) {
+        auto x = buffer<float>(tokens * cols), y = buffer<float>(tokens * rows, NAN);
+        auto weights = buffer<uint32_t>(rows * cols / 2);
+        std::normal_distribution<float> normal(0.0f, 1.0f);
+        for (int64_t i = 0; i < tokens * cols; ++i) x[i] = normal(random_bits);
+        for (int64_t i = 0; i < rows * cols / 2; ++i) weights[i] = random_bits() & 0xbfffbfffu;
+        Linear call{tokens, rows, cols, x.get(), weights.get(), y.get(), nullptr};
+        auto scratch = buffer<float>(call.scratch_floats(), NAN);
+        call.scratch = scratch.get();
+        auto team = std::make_shared<Team>();
+        std::shared_ptr<void> work = set.linear(call, team.get());
+        work_together(team);
+        for (int64_t i = 0; i < tokens * rows; ++i) {
+          double sum = 0, size = 0;
+          for (int64_t c = 0; c < cols; ++c) {
+            uint32_t bits = weights[i % rows * cols / 2 + c / 2] >> (16 * (c % 2)) << 16;
+            float weight;
+            std::memcpy(&weight, &bits, 4);
+            sum += static_cast<double>(weight) * x[i / rows * cols + c];
+            size += std::fabs(static_cast<double>(weight) * x[i / rows * cols + c]);
+          }
+          if (!(std::fabs(y[i] - sum) <= 1e-5 * size + 1e-30)) {  // subnormal numbers count as zero
+            std::printf("%s, linear of %d tokens with %d x %d: %g, not %g\n", set.name, static_cast<int>(tokens),
+                        static_cast<int>(rows), static_cast<int>(cols), static_cast<double>(y[i]), sum);
+            ++failures;
+          }
+        }
+      }
+    }
+  }
+  return failures;
+}
+
 int check() {
   int failures = 0;
   for (const InstructionSet& set : instruction_sets()) {
@@ -316,7 +355,7 @@ int check() {
         }
       }
     }
-    failures += check_attention(set);
+    failures += check_attention(set) + check_linear(set);
     std::printf("%s checked\n", set.name);
   }
   return failures != 0;
