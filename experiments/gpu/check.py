@@ -1,6 +1,6 @@
 """Everything that a GPU has to say about the kernels, in one run of a few minutes.
 
-``python experiments/gpu/check.py --output results.json`` on a CUDA GPU; ``--interpret`` tries the script itself on a
+``python -m experiments.gpu.check --output results.json`` on a CUDA GPU; ``--interpret`` tries the script itself on a
 CPU, with tiny shapes and no meaning in its times. Results are written after every part, so that a run that is cut
 short keeps what it has. Parts that no longer fit in ``--minutes`` are left out and named.
 """
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.gpu.model import RandomModel
 from pallas_kernels.expert_ffn import problems
 from pallas_kernels.expert_ffn.pallas_gpu import pallas_expert_ffn
 from pallas_kernels.expert_ffn.reference import paged_expert_ffn
@@ -26,6 +27,7 @@ from pallas_kernels.paged_attention import Past
 from pallas_kernels.paged_attention.pallas_gpu import pallas_paged_attention
 from pallas_kernels.paged_attention.reference import reference_paged_attention
 from pallas_kernels.pages import BlockShape, Geometry, choose_page_words
+from pwjax.presets import preset
 
 # Hidden and inner size, experts kept in memory, choices of a token.
 SHAPES = {"qwen": (2048, 1408, 60, 4), "gemma": (2816, 704, 128, 8), "mixtral": (4096, 14336, 8, 2)}
@@ -220,7 +222,25 @@ class Check:
                "together_ms": both}  # fmt: skip
 
 
-PARTS = ("bandwidth", "parity", "attention", "speed", "transfer", "tuning")
+    def decode(self):
+        """Tokens a second of a whole model of Qwen1.5-MoE-A2.7B's size, or a tiny one, at each width."""
+        config = preset("qwen1.5-moe-a2.7b")
+        if self.interpret:
+            config = dataclasses.replace(
+                config, num_layers=2, hidden_size=64, num_heads=2, num_kv_heads=2, head_dim=32, num_experts=4,
+                expert_size=32, shared_size=64, vocab_size=128,
+            )  # fmt: skip
+        self.layers, self.kernels = {}, {}  # their pages would be in the way
+        for slots in (1, 8):
+            model = RandomModel(config, slots, past=32 if self.interpret else 1024)
+            for bits in (3, 4, 6, 16):
+                ms = median_ms(model.run, bits, repeats=2 if self.interpret else 5)
+                yield {"layers": config.num_layers, "slots": slots, "bits": bits, "dispatch_ms": ms,
+                       "pages": model.num_pages, "tokens_per_s": slots * model.tokens / (ms * 1e-3)}  # fmt: skip
+            del model  # two of them would not fit
+
+
+PARTS = ("bandwidth", "parity", "attention", "speed", "transfer", "decode", "tuning")
 
 
 def main() -> None:

@@ -196,8 +196,9 @@ def control(log: Path, args: argparse.Namespace) -> Iterator[Side]:
         return made[0]
 
     injected = Injected(
-        transfer=transfer, decisions=Recorded(records), log=lambda header: EpochLog(log.with_suffix(".repeated"), header), clock=watch
-    )
+        transfer=transfer, decisions=Recorded(records), clock=watch,
+        log=lambda header: EpochLog(log.with_suffix(".repeated"), header),
+    )  # fmt: skip
     with load(args.model, args.budget, **options(args), injected=injected) as engine:
         made[0].loading = False
         yield Side(engine, watch, repeat(engine, records, args))
