@@ -52,8 +52,8 @@ def parts(args: argparse.Namespace) -> list[Part]:
     carving = [
         carve("carve", *data, *(("--windows", "8", "--rounds", "1", "--split-tokens", "512") if quick else ())),
         *([] if quick else [carve("train", *data)]),
-        [*carve("evaluate", *data, *(("--windows", "1", "--window", "256") if quick else ())), "--out",
-         str(file("carve_moe"))],
+        carve("evaluate", *data, *(("--windows", "2", "--window", "256", "--texts", "wikitext2.test.detok") if quick
+                                   else ()), "--out", str(file("carve_moe"))),
     ]  # fmt: skip
     drawn = ("quality_memory", "ablation", "domain_shift")
     return [
