@@ -188,8 +188,16 @@ def test_doctor_and_version(capsys, monkeypatch, tmp_path):
     assert state.startswith("unavailable: ") or state in {
         f"available, {name} instructions" for name in ("avx512", "avx2", "portable")
     }
-    assert report["caches"]["models"] == {"path": str(tmp_path / "cache"), "writable": True, "bytes": 0}
-    assert report["caches"]["compiled"]["path"].startswith(str(tmp_path / "cache"))
+    # Each cache counts what is its own.
+    sizes = {"step sizes": 3, "compiled": 5}
+    for name, size in sizes.items():
+        assert report["caches"][name]["writable"] and report["caches"][name]["bytes"] == 0
+        folder = Path(report["caches"][name]["path"])
+        assert folder.parent == tmp_path / "cache"
+        folder.mkdir(parents=True)
+        (folder / "file").write_bytes(b"x" * size)
+    caches = json.loads(run(capsys, "doctor", "--json")[1])["caches"]
+    assert {name: cache["bytes"] for name, cache in caches.items()} == sizes
     _, text, _ = run(capsys, "doctor")
     assert "processor" in text and "GiB" in text
     assert json.loads(run(capsys, "version", "--json")[1])["python"]
