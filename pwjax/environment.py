@@ -95,6 +95,11 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pwjax"
 
 
+def step_sizes_dir() -> Path:
+    """Where measured sizes of compiled programs are kept, so that a budget need not compile to be divided."""
+    return cache_dir() / "step-memory"
+
+
 def compile_cache_dir() -> Path:
     """Where compiled programs are kept; ``$JAX_COMPILATION_CACHE_DIR`` has the last word.
 

@@ -77,6 +77,8 @@ def summarize_log(path: str | os.PathLike) -> RunSummary:
                     bits[block] = after
                     counts["demotions" if after < before else "promotions"] += 1
                 lowest = np.minimum(lowest, bits)
+            elif kind == "finish" and record["reason"] in ("cancelled", "refused"):
+                counts.update({"finish": -1, record["reason"]: 1})
             elif kind == "transfers":
                 counts["failed copies"] += len(record["failed"])
             elif kind == "boundary":
@@ -86,7 +88,8 @@ def summarize_log(path: str | os.PathLike) -> RunSummary:
     table = np.array(rows, float).reshape(-1, 1 + len(SERIES))
     series = {name: table[:, i + 1] for i, name in enumerate(SERIES)}
     told = {
-        "finished requests": counts["finish"], "preemptions": counts["preempt"], "plans": counts["plan"],
+        "finished requests": counts["finish"], "cancelled": counts["cancelled"],
+        "refused": counts["refused"] + counts["refuse"], "preemptions": counts["preempt"], "plans": counts["plan"],
         "epochs": counts["commit"], "demotions": counts["demotions"], "promotions": counts["promotions"],
         "failed copies": counts["failed copies"],
     }  # fmt: skip

@@ -6,6 +6,7 @@ Text and JSON go to standard output, everything else to standard error. Exit cod
 
 import errno
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -119,6 +120,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run() -> NoReturn:
     """:func:`main` as a process: ends with its exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # A terminal that has no such character gets its number: no result of hours may be lost over a letter.
+        sys.stdout.reconfigure(errors="backslashreplace")
     code = main()
     if code == 130:
         # Everything is closed by now. The interpreter's own end would crash where XLA still compiles in a thread of

@@ -36,7 +36,7 @@ def examine() -> dict[str, Any]:
         "memory_bytes": environment.memory_bytes(),
         "kernels": kernels({device["platform"] for device in devices}),
         "caches": {
-            "models": _directory(environment.cache_dir()),
+            "step sizes": _directory(environment.step_sizes_dir()),
             "compiled": _directory(environment.compile_cache_dir()),
         },
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("JAX_", "XLA_", "PWJAX_"))},

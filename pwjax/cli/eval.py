@@ -48,12 +48,14 @@ def command(
         raise UsageError("--shots N and --shots-from FILE go together")
     from pwjax import environment
     from pwjax.evaluate.run_tasks import run_items, summarize
-    from pwjax.evaluate.tasks import read_items, read_rows
+    from pwjax.evaluate.tasks import read_items, read_rows, read_shots
     from pwjax.progress import Bars
 
     environment.enable_compile_cache()
-    solved = [row for _, row in read_rows(shots_from, shots)] if shots_from else []
+    solved = read_shots(shots_from, shots) if shots_from and shots else []
     items = [item for file in files for item in read_items(file, limit, solved)]
+    if solved and all(item.task != "gsm8k" for item in items):
+        raise UsageError("--shots go in front of GSM8K's questions, and none of the files has its layout")
     items += _needles(options.model, needle, needle_tokens, limit or 20) if needle else []
     if len({item.id for item in items}) < len(items):
         raise UsageError("two items have the same id; files of one name, or rows of one _id, cannot be told apart")

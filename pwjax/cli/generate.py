@@ -12,7 +12,15 @@ from typing import Any
 import click
 
 from pwjax.cli.interrupts import Interrupts
-from pwjax.cli.options import EngineOptions, engine_options, json_option, quiet_option, results_file, told_once
+from pwjax.cli.options import (
+    EngineOptions,
+    check_written,
+    engine_options,
+    json_option,
+    quiet_option,
+    results_file,
+    told_once,
+)
 from pwjax.errors import InterruptedRun, PromptError, PWJaxError, UsageError
 from pwjax.units import format_bytes
 
@@ -79,12 +87,11 @@ def command(
     if prompts is not None:
         requests = read_requests(prompts, defaults, skip_bad_lines=skip_bad_lines)
     else:
-        text = sys.stdin.read() if prompt == "-" else prompt
+        text = _standard_input() if prompt == "-" else prompt
         requests = [Request(0, text, None, defaults.with_fields(seed=request_seed(run_seed, 0)))]
     if shadow and log is None:
         raise UsageError("--shadow keeps a sample in the epoch log: add --log FILE")
-    for name in (stats_file, log):
-        _writable(name)
+    check_written({"--stats": stats_file, "--log": log}, kept={"--prompts": prompts, "--output": output})
     requests = [
         replace(r, min_bits=min_bits if r.min_bits is None else r.min_bits,
                 max_damage=max_damage if r.max_damage is None else r.max_damage)
@@ -131,6 +138,14 @@ def command(
         done = f" after {total - len(requests) + emit.count} of {total} requests" if prompts else ""
         raise InterruptedRun(f"interrupted{done}" + ("; the same command goes on" if writer else ""))
     _raise_refused(refused | emit.refused)
+
+
+def _standard_input() -> str:
+    """All of it, whatever the locale says that its encoding is; PromptError where it is not UTF-8."""
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise PromptError(f"standard input is not UTF-8 text: {error.reason} at byte {error.start + 1}") from error
 
 
 def _rendered(requests: list, chat: bool, model: str | None) -> list:
@@ -233,6 +248,7 @@ def _trace(directory: str | None) -> Iterator[None]:
     import jax
 
     try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
         jax.profiler.start_trace(directory)
     except Exception as error:
         raise PWJaxError(f"cannot write a profiler trace to {directory}: {error}") from error
@@ -248,12 +264,6 @@ def _raise_refused(refused: dict[str, str]) -> None:
         named = [f"request {key!r} was refused: {reason}" for key, reason in list(refused.items())[:3]]
         more = [f"and {len(refused) - 3} more"] if len(refused) > 3 else []
         raise PromptError("; ".join(named + more))
-
-
-def _writable(path: str | None) -> None:
-    """UsageError before hours of work where a report could not be written."""
-    if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-        raise UsageError(f"cannot write {path}: it is a directory, or its directory does not exist")
 
 
 def _write_stats(path: str, stats: dict) -> None:

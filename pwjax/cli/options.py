@@ -1,7 +1,8 @@
 """Options that several commands share, declared once: what ``plan`` calls fitting, ``generate`` accepts."""
 
 import functools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,27 @@ def results_file(output: str | None, options: EngineOptions, **more):
 
     settings = {**vars(options), "model": model_identity(open_model(options.model)), **more}
     return ResultWriter(Path(output), settings)
+
+
+def check_written(files: Mapping[str, str | None], kept: Mapping[str, str | None]) -> None:
+    """UsageError, before hours of work, where ``files`` could not be written, or would overwrite what they must not.
+
+    Both map options to paths, None where an option is not given: not ``kept`` files, and not one another.
+    """
+    taken = {Path(path).resolve(): option for option, path in kept.items() if path}
+    for option, path in files.items():
+        if not path:
+            continue
+        target = Path(path).resolve()
+        if target.is_dir() or not target.parent.is_dir():
+            raise UsageError(f"cannot write {path}: it is a directory, or its directory does not exist")
+        if not os.access(target if target.exists() else target.parent, os.W_OK):
+            raise UsageError(f"cannot write {path}: there is no permission to, or the file system is read-only")
+        if target.exists() and not target.is_file():
+            continue  # a device or pipe takes from everyone
+        if target in taken:
+            raise UsageError(f"{option} would overwrite {path}, the file of {taken[target]}; name another")
+        taken[target] = option
 
 
 class BytesParam(click.ParamType):

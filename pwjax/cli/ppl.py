@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pwjax.cli.options import DEFAULT_KV_DTYPE, KV_DTYPES, BytesParam, json_option, quiet_option, told_once
+from pwjax.cli.options import (
+    DEFAULT_KV_DTYPE,
+    KV_DTYPES,
+    BytesParam,
+    check_written,
+    json_option,
+    quiet_option,
+    told_once,
+)
 from pwjax.errors import UsageError
 from pwjax.units import format_bytes
 
@@ -68,6 +76,7 @@ def command(
     """
     if bits is not None and policy is not None:
         raise UsageError(f"--bits {bits} fixes the precision, so --policy {policy} has no effect; give one of them")
+    check_written({"--save": save}, kept={"--vs": vs} | {f"--text {name}": name for name in text})
     # Imported late: a typing error should not cost the seconds that JAX takes.
     from pwjax import environment
     from pwjax.evaluate import KVTrace, compare, heldout_documents, measure_perplexity, read_documents

@@ -141,7 +141,7 @@ def remembered_sizes(shapes: Any, measure: Callable[[], ProgramSizes]) -> Progra
         "device": [jax.default_backend(), jax.devices()[0].device_kind],
     }
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
-    path = environment.cache_dir() / "step-memory" / f"{digest}.json"
+    path = environment.step_sizes_dir() / f"{digest}.json"
     try:
         step, commit, running = json.loads(path.read_text())
         return ProgramSizes(int(step), int(commit), {name: int(size) for name, size in running.items()})

@@ -104,6 +104,17 @@ def read_rows(path: str | os.PathLike, limit: int | None = None) -> list[tuple[i
     return rows
 
 
+def read_shots(path: str | os.PathLike, count: int) -> list[dict]:
+    """The first ``count`` GSM8K rows of a file, for ``shots`` of :func:`read_items`; UsageError for others or fewer."""
+    rows = read_rows(path, count)
+    for number, row in rows:
+        if not all(isinstance(row.get(key), str) for key in ("question", "answer")):
+            raise UsageError(f"{path}, line {number + 1}: a solved question has question and answer, both text")
+    if len(rows) < count:
+        raise UsageError(f"{path} has {len(rows)} solved questions, {count} are asked for")
+    return [row for _, row in rows]
+
+
 def needle_rows(text: str, tokenizer: Tokenizer, length: int, count: int, seed: int = 0) -> list[dict]:
     """``count`` rows of the needle layout: a five-digit code in ``length`` tokens of ``text``, depths evenly spread.
 

@@ -13,7 +13,7 @@ import pwjax.cli as cli
 from pallas_kernels import gpu
 from pwjax import environment
 from pwjax.cli.options import EngineOptions, engine_options
-from pwjax.errors import BudgetError, InterruptedRun, UsageError
+from pwjax.errors import BudgetError, InterruptedRun, PWJaxError, UsageError
 from pwjax.units import format_bytes, parse_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -123,6 +123,19 @@ def test_errors_are_sentences_and_keep_the_output(capsys, monkeypatch, error, co
     assert "Traceback" in run(capsys, "doctor")[2]
 
 
+def test_a_character_that_the_terminal_lacks_loses_no_output():
+    code = (
+        "import click, pwjax.cli as c\n"
+        "command = click.Command('x', callback=lambda: click.echo('caf\\xe9 \\u2585'))\n"
+        "c.LazyGroup.get_command = lambda *_: command\n"
+        "c.sys.argv = ['pwjax', 'doctor']\n"
+        "c.run()\n"
+    )
+    env = ENV | {"PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"caf\xe9 \\u2585\n", b"")
+
+
 def test_a_closed_pipe_is_quiet():
     code = (
         "import sys, click, pwjax.cli as c\n"
@@ -177,6 +190,49 @@ def test_engine_options_reject(capsys, monkeypatch, argv, words):
     assert code == 2 and words in err and out == "" and "\n" not in err.strip()
 
 
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["generate", "--prompts", "in.jsonl", "--log", "in.jsonl"], "--log would overwrite in.jsonl, the file of --"),
+        (["generate", "--prompts", "in.jsonl", "--stats", "./in.jsonl"], "--stats would overwrite ./in.jsonl, the"),
+        (["generate", "--prompts", "in.jsonl", "-o", "x", "--log", "x"], "--log would overwrite x, the file of --out"),
+        (["generate", "hi", "--stats", "x", "--log", "x"], "--log would overwrite x, the file of --stats"),
+        (["generate", "hi", "--stats", "."], "cannot write .: it is a directory"),
+        (["generate", "hi", "--log", "no/x"], "cannot write no/x: it is a directory, or its directory does not exist"),
+        (["ppl", "--text", "a.txt", "--text", "b.txt", "--save", "b.txt"], "overwrite b.txt, the file of --text b.txt"),
+        (["ppl", "--text", "a.txt", "--vs", "b.txt", "--save", "b.txt"], "overwrite b.txt, the file of --vs"),
+        (["ppl", "--save", "no/x"], "cannot write no/x: "),
+    ],
+)
+def test_what_could_not_be_written_is_told_before_the_work(capsys, monkeypatch, tmp_path, argv, words):
+    monkeypatch.chdir(tmp_path)
+    files = {name: tmp_path / name for name in ("in.jsonl", "a.txt", "b.txt")}
+    for file in files.values():
+        file.write_text('"text"\n')
+    code, out, err = run(capsys, *argv)
+    assert (code, out) == (2, "") and words in err and err.count("\n") == 1
+    assert {file.read_text() for file in files.values()} == {'"text"\n'}
+
+
+def test_a_place_that_takes_no_file_is_told_before_the_work(capsys, monkeypatch, tmp_path):
+    from pwjax.cli.generate import _trace
+
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PWJaxError, match="cannot write a profiler trace to"), _trace(str(tmp_path / "file" / "trace")):
+        pass
+    monkeypatch.setattr(os, "access", lambda *_: False)  # chmod stops nobody who is root
+    code, _, err = run(capsys, "ppl", "--save", str(tmp_path / "run"))
+    assert code == 2 and "there is no permission to, or the file system is read-only" in err
+
+
+@pytest.mark.parametrize("argv", [["-"], ["--prompts", "-"]])
+def test_standard_input_is_utf8_whatever_the_locale(argv):
+    code = f"import sys, pwjax.cli as c; sys.exit(c.main(['generate', *{argv}]))"
+    env = ENV | {"PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([sys.executable, "-c", code], input=b'"caf\xe9"', capture_output=True, env=env)
+    assert done.returncode == 2 and b"standard input" in done.stderr and b"not UTF-8" in done.stderr
+
+
 def test_doctor_and_version(capsys, monkeypatch, tmp_path):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("PWJAX_CACHE_DIR", str(tmp_path / "cache"))
@@ -188,8 +244,16 @@ def test_doctor_and_version(capsys, monkeypatch, tmp_path):
     assert state.startswith("unavailable: ") or state in {
         f"available, {name} instructions" for name in ("avx512", "avx2", "portable")
     }
-    assert report["caches"]["models"] == {"path": str(tmp_path / "cache"), "writable": True, "bytes": 0}
-    assert report["caches"]["compiled"]["path"].startswith(str(tmp_path / "cache"))
+    # Each cache counts what is its own.
+    sizes = {"step sizes": 3, "compiled": 5}
+    for name, size in sizes.items():
+        assert report["caches"][name]["writable"] and report["caches"][name]["bytes"] == 0
+        folder = Path(report["caches"][name]["path"])
+        assert folder.parent == tmp_path / "cache"
+        folder.mkdir(parents=True)
+        (folder / "file").write_bytes(b"x" * size)
+    caches = json.loads(run(capsys, "doctor", "--json")[1])["caches"]
+    assert {name: cache["bytes"] for name, cache in caches.items()} == sizes
     _, text, _ = run(capsys, "doctor")
     assert "processor" in text and "GiB" in text
     assert json.loads(run(capsys, "version", "--json")[1])["python"]

@@ -25,7 +25,10 @@ RECORDS = [
     turn(3, 5.4, 40, 38, 82),
     {"kind": "commit", "boundary": 9, "changes": [[2, 3, 16, 5, 1, 8]], "mean_bits": 6.5},
     turn(9, 6.5, 20, 30, 110),
-    {"kind": "finish", "boundary": 9, "id": 1},
+    {"kind": "finish", "boundary": 9, "id": 1, "reason": "length"},
+    *({"kind": "finish", "boundary": 9, "id": 3 + i, "reason": "cancelled"} for i in range(3)),
+    {"kind": "finish", "boundary": 9, "id": 6, "reason": "refused"},
+    {"kind": "refuse", "boundary": 9, "id": 7, "error": "too long"},
     {"kind": "preempt", "boundary": 9, "id": 2},
     {"kind": "end", "boundary": 9},
 ]
@@ -55,8 +58,8 @@ def test_bits_follow_the_commits_and_the_timeline_the_boundaries(log):
     assert summary.bits[[1, 2, 3]].tolist() == [6, 16, 2] and summary.lowest[[1, 2, 3]].tolist() == [6, 3, 2]
     assert summary.heat(summary.bits)[0].tolist() == [6, 9, 6]
     assert summary.counts == {
-        "finished requests": 1, "preemptions": 1, "plans": 1, "epochs": 2, "demotions": 2, "promotions": 1,
-        "failed copies": 1,
+        "finished requests": 1, "cancelled": 3, "refused": 2, "preemptions": 1, "plans": 1, "epochs": 2,
+        "demotions": 2, "promotions": 1, "failed copies": 1,
     }  # fmt: skip
 
 

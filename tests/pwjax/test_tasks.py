@@ -143,11 +143,15 @@ def test_command_resumes(capsys, tmp_path, tiny_artifact, budget_for, quick_prog
 
 
 def test_bad_usage(capsys, tmp_path, tiny_artifact):
-    good = write(tmp_path / "pairs.jsonl", PAIRS)
+    good, asked = write(tmp_path / "pairs.jsonl", PAIRS), {"question": "1 + 1?", "answer": "2\n#### 2"}
+    gsm = write(tmp_path / "gsm.jsonl", [asked, asked])
     for argv, words in [
         ((), "give at least one task file"), ((good, "--shots", 2), "go together"),
         ((good, good), "two items have the same id"), ((tmp_path / "none.jsonl",), "cannot read the task file"),
         (("--needle", tmp_path / "none.txt"), "cannot read the text"),
+        ((gsm, "--shots", 2, "--shots-from", good), "line 1: a solved question has question and answer"),
+        ((gsm, "--shots", 3, "--shots-from", gsm), "has 2 solved questions, 3 are asked for"),
+        ((good, "--shots", 2, "--shots-from", gsm), "none of the files has its layout"),
     ]:  # fmt: skip
         code, out, err = run(capsys, *argv, "--model", tiny_artifact)
         assert code == 2 and out == "" and words in err and err.count("\n") == 1
