@@ -42,7 +42,8 @@ class TransferJob:
 class StagedPages:
     """Device words of a job: ``words`` uint32[width, page_words] a chunk, the first ``pages`` rows in all are real.
 
-    ``taken_s``: processor seconds that the copy took from steps; 0 where another device computes them.
+    ``taken_s``: processor seconds that the copy took from steps that ran beside it; 0 where another device computes
+    them, and for copies that ran inside of a boundary, which pays for its time.
     """
 
     words: tuple[jax.Array, ...]
@@ -99,7 +100,6 @@ def stage(store: PageStore, job: TransferJob, pinned: SingleDeviceSharding | Non
 
     Returns when the device has it. Raises what the store raises.
     """
-    began_s = time.thread_time()
     rows = store.read(job.layer, list(job.pages))
     if rows.dtype != np.uint32 or rows.ndim != 2 or len(rows) != len(job.pages):
         raise TransferError(f"asked for {len(job.pages)} pages, the store gave {rows.dtype} {rows.shape}")
@@ -114,9 +114,7 @@ def stage(store: PageStore, job: TransferJob, pinned: SingleDeviceSharding | Non
             device = SingleDeviceSharding(next(iter(pinned.device_set)))
             words.append(jax.device_put(jax.device_put(buffer, pinned), device))
         start += width
-    words = tuple(jax.block_until_ready(words))
-    on_cpu = all(device.platform == "cpu" for array in words for device in array.devices())
-    return StagedPages(words, len(rows), time.thread_time() - began_s if on_cpu else 0.0)
+    return StagedPages(tuple(jax.block_until_ready(words)), len(rows))
 
 
 class _Ended:
@@ -125,8 +123,7 @@ class _Ended:
     def __init__(self, store: PageStore, job: TransferJob):
         self._staged, self._error = None, None
         try:
-            # The boundary that it ran in has its time already.
-            self._staged = replace(stage(store, job), taken_s=0.0)
+            self._staged = stage(store, job)
         except Exception as error:
             self._error = error
 
@@ -181,11 +178,17 @@ class ThreadTransfer:
     def __init__(self, store: PageStore, workers: int = 2):
         self._store = store
         self._pinned = pinned_host(jax.devices()[0])
+        self._on_cpu = jax.devices()[0].platform == "cpu"
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="pwjax-transfer")
 
     def submit(self, job: TransferJob) -> TransferHandle:
         """Queue a copy for the next free worker."""
-        return _Pending(self._pool.submit(stage, self._store, job, self._pinned))
+        return _Pending(self._pool.submit(self._copy, job))
+
+    def _copy(self, job: TransferJob) -> StagedPages:
+        began_s = time.thread_time()
+        staged = stage(self._store, job, self._pinned)
+        return replace(staged, taken_s=time.thread_time() - began_s) if self._on_cpu else staged
 
     def close(self) -> None:
         """Drop queued copies, wait for running ones and end the threads."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pwjax.memory.pacing import Pace
+from pwjax.memory.pacing import COPY_COST, Pace
 
 
 class Clock:
@@ -44,9 +44,9 @@ def test_copies_and_commits_share_one_account(copy_s):
     clock = Clock()
     pace = Pace(clock)
     taken = run(pace, clock, step_s=0.01, page_s=2e-4, boundaries=2000, copy_s=copy_s)
-    together = pace.spent_s + pace.copies_s
+    together = pace.spent_s + COPY_COST * pace.copies_s
     # Of what is over the share, one boundary was taken before its copies were known.
-    assert together <= pace.share * pace.run_s + 0.02 + 4 * (copy_s + 2e-4)
+    assert together <= pace.share * pace.run_s + 0.02 + 4 * (COPY_COST * copy_s + 2e-4)
     assert together > 0.9 * pace.share * pace.run_s and taken > 0
 
 
