@@ -240,9 +240,11 @@ class Boundaries:
                 scheduler.prefixes.evict(prefixes=record["prefixes"])
                 self.log("evict", **record)
             return
+        if not scheduler.prefixes.evictable_pages:
+            return
         wanted = scheduler.growth_pages(LOOKAHEAD_BOUNDARIES * parts.shapes.decode_tokens) + scheduler.blocked_pages
         wanted += parts.pager.reserving_pages - parts.pager.releasing_pages - parts.allocator.free_pages
-        if wanted <= 0 or not scheduler.prefixes.evictable_pages:
+        if wanted <= 0:
             return
         prefix, demotion = self.prices()
         if prefix <= demotion:
