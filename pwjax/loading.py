@@ -122,6 +122,11 @@ def outlook(
         raise UsageError(str(error)) from error
     table = artifact.table(preferred=chosen.damage_form)
     context = config.max_positions if context is None else context
+    for name, value in (("--batch", batch), ("--context", context), *(("a chunk", size) for size in chunks)):
+        if not isinstance(value, int | np.integer):
+            raise UsageError(f"{name} must be a whole number, got {value!r}")
+    if not chunks or min(chunks) < 1:
+        raise UsageError(f"chunks must be sizes in tokens, at least one of at least 1, got {chunks!r}")
     if not 2 <= context <= config.max_positions:
         raise UsageError(f"--context must be from 2 to the model's {config.max_positions} tokens, got {context}")
     if batch < 1:
@@ -205,7 +210,12 @@ def load(
         artifact, memory_budget_bytes=budget, batch=batch, context=context, kv_dtype=kv_dtype, policy=policy, bits=bits,
         chunks=chunks, report=report,
     )  # fmt: skip
-    _check_device(view.memory.total_bytes)
+    # Here, because XLA would abort the process.
+    if lack := device_lack(need_bytes := view.memory.total_bytes):
+        raise BudgetError(
+            f"the memory budget comes to {need_bytes} bytes ({format_bytes(need_bytes)}) here, but {lack}; "
+            "give a --memory-budget that it holds"
+        )
     settings = {
         "memory_budget": budget, "batch": batch, "context": context, "kv_dtype": kv_dtype, "policy": policy,
         "bits": None if bits is None else np.asarray(bits).tolist(), "chunks": list(chunks), "seed": seed,
@@ -243,15 +253,13 @@ def load(
     return engine
 
 
-def _check_device(need_bytes: int) -> None:
-    """BudgetError where the device cannot have as much memory as will be taken: XLA would abort the process."""
+def device_lack(need_bytes: int) -> str | None:
+    """A clause that says why this machine's device cannot have ``need_bytes``; None where it can, or does not say."""
     device = environment.devices()[0]
     has_bytes = environment.memory_bytes()["total"] if device["platform"] == "cpu" else device["memory_bytes"]
-    if has_bytes is not None and need_bytes > has_bytes:
-        raise BudgetError(
-            f"the memory budget comes to {need_bytes} bytes ({format_bytes(need_bytes)}) here, but the device "
-            f"({device['kind']}) has {format_bytes(has_bytes)}; give a --memory-budget that it holds"
-        )
+    if has_bytes is None or need_bytes <= has_bytes:
+        return None
+    return f"the device ({device['kind']}) has {format_bytes(has_bytes)}"
 
 
 def log_header(model: str | os.PathLike | None, artifact: Artifact, settings: dict, view: Outlook) -> dict:

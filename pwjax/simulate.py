@@ -55,10 +55,10 @@ class Simulation:
         """As text, with the course of bits and pages."""
         found = self.to_json()
         lines = [
-            f"trace     {self.finished} requests in {self.steps} steps, {self.refused} refused, "
+            f"trace     {self.finished:,} requests in {self.steps:,} steps, {self.refused} refused, "
             f"{self.preemptions} preemptions",
-            f"peak      {self.peak_bytes} of {self.budget_bytes} bytes; {self.peak_pages} pages, "
-            f"{self.kv_peak_pages} of them KV at most",
+            f"peak      {self.peak_bytes:,} of {self.budget_bytes:,} bytes; {self.peak_pages:,} pages, "
+            f"{self.kv_peak_pages:,} of them KV at most",
             f"moves     {self.demotions} demotions, {self.promotions} promotions",
         ]
         if self.timeline:

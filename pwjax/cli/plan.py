@@ -36,8 +36,9 @@ def command(
 ) -> None:
     """Show what fits a memory budget: at which bits, with how much room for the KV cache.
 
-    Takes the options of generate, which accepts every budget that is called fitting here. The exit code is 0 also
-    where the budget is too small; see "fits" in the JSON. Programs are compiled once to measure them.
+    Takes the options of generate, which accepts every budget that is called fitting, on a machine that has as much
+    memory; where this one has less, that is told. The exit code is 0 also where the budget is too small; see "fits"
+    and "not_here" in the JSON. Programs are compiled once to measure them.
 
     With --trace, the engine's own scheduler, pages and policy play a trace without weights: requests of
     {"at_step" or "arrival_s", "prompt_tokens", "max_tokens"}, one a line. It tells the peak of memory, the course of
@@ -116,7 +117,9 @@ def look(artifact, options: EngineOptions, report=None):
 
 
 def summarize(view, smallest: int, options: EngineOptions) -> dict[str, Any]:
-    """JSON-ready facts of an Outlook."""
+    """JSON-ready facts of an Outlook; ``not_here`` says why this machine cannot run what fits, or is None."""
+    from pwjax.loading import device_lack
+
     shapes, memory, plan = view.shapes, view.memory, view.plan
     fits = memory.budget_bytes >= smallest
     kv_pages = max(0, memory.capacity_pages - plan.pages_after) if fits else 0
@@ -124,6 +127,7 @@ def summarize(view, smallest: int, options: EngineOptions) -> dict[str, Any]:
     most_pages = max(kv_pages, memory.capacity_pages - memory.weights_min_pages) if fits and view.moves else kv_pages
     return {
         "fits": fits,
+        "not_here": device_lack(memory.total_bytes) if fits else None,
         "budget_bytes": memory.budget_bytes,
         "smallest_budget_bytes": smallest,
         "total_bytes": memory.total_bytes,
@@ -160,15 +164,16 @@ def render(summary: dict[str, Any]) -> str:
     if not summary["fits"]:
         lines.append(f"does not fit; {least}")
     else:
-        counts = ", ".join(f"{n} at {bits}" for bits, n in summary["histogram"].items() if n)
-        kv = f"{summary['kv_pages']} pages, {summary['kv_tokens']:,} tokens"
+        counts = ", ".join(f"{n:,} at {bits}" for bits, n in summary["histogram"].items() if n)
+        kv = f"{summary['kv_pages']:,} pages, {summary['kv_tokens']:,} tokens"
         if summary["kv_pages_max"] > summary["kv_pages"]:
             kv += f"; up to {summary['kv_tokens_max']:,} tokens as experts give up bits"
-        slots = f"{summary['slots']} sequences of at most {summary['context']:,} tokens at a time"
+        slots = f"{summary['slots']:,} sequences of at most {summary['context']:,} tokens at a time"
         if summary["slots"] < summary["slots_asked"]:
             slots += f", not {summary['slots_asked']}"
+        here = f", but not here, where {summary['not_here']}" if summary["not_here"] else ""
         lines += [
-            f"fits; {least}",
+            f"fits{here}; {least}",
             f"experts   {summary['mean_bits']:.2f} bits a weight at the start (blocks: {counts})",
             f"policy    {summary['policy']}",
             f"KV cache  {kv}",

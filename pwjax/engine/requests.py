@@ -14,6 +14,7 @@ since a resumed job finds its finished requests by id.
 
 import hashlib
 import json
+import operator
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,7 @@ class Request:
     the prompt of the model's chat template, ``tokenized`` fills in the ids. ``min_bits`` is a floor on every block
     while the request runs, ``max_damage`` bounds the predicted damage a token (see :mod:`pwjax.engine.quality`).
     ``score``: nothing is generated, the log-probabilities of the prompt's own tokens are wanted.
+    ``prompt_token_ids`` may be any sequence or array of whole numbers.
     Raises PromptError for an empty prompt or a demand that makes no sense.
     """
 
@@ -53,6 +55,10 @@ class Request:
         limit = self.max_damage
         if limit is not None and (type(limit) not in (int, float) or not 0 <= limit < inf):
             raise PromptError(f"max_damage must be a finite number of at least 0, got {limit!r}")
+        if not isinstance(self.sampling, SamplingParams):
+            raise PromptError(f"sampling must be pwjax.SamplingParams(...), got {self.sampling!r}")
+        if self.prompt_token_ids is not None:
+            object.__setattr__(self, "prompt_token_ids", _whole_ids(self.prompt_token_ids))
         if self.messages is not None:
             object.__setattr__(self, "messages", checked_messages(self.messages))
         elif self.prompt is None and self.prompt_token_ids is None:
@@ -101,6 +107,8 @@ def as_requests(
             )
     if sampling is None or isinstance(sampling, SamplingParams):
         sampling = [sampling or SamplingParams()] * len(items)
+    if not isinstance(sampling, Sequence):
+        raise PromptError(f"sampling must be pwjax.SamplingParams(...), or a list of them, got {sampling!r}")
     if len(sampling) != len(items):
         raise PromptError(f"{len(items)} prompts need as many sampling parameters, got {len(sampling)}")
     requests = [
@@ -116,7 +124,7 @@ def as_requests(
 def as_scored(texts: str | Sequence[int] | Request | Iterable[str | Sequence[int] | Request]) -> list[Request]:
     """Requests of what :meth:`Engine.score` takes, their index as id. PromptError."""
     one = isinstance(texts, str | Request) or (isinstance(texts, Sequence) and texts and type(texts[0]) is int)
-    items: list[Any] = [texts] if one else list(texts)  # pyright: ignore[reportArgumentType]
+    items: list[Any] = list(texts) if isinstance(texts, Iterable) and not one else [texts]
     requests = []
     for index, item in enumerate(items):
         if isinstance(item, Request):
@@ -124,8 +132,16 @@ def as_scored(texts: str | Sequence[int] | Request | Iterable[str | Sequence[int
         elif isinstance(item, str):
             requests.append(Request(index, item, score=True))
         else:
-            requests.append(Request(index, None, tuple(int(token) for token in item), score=True))
+            requests.append(Request(index, None, item, score=True))
     return requests
+
+
+def _whole_ids(ids: Any) -> tuple[int, ...]:
+    """Token ids as Python's own integers, which the log can hold; PromptError for what is no list of whole numbers."""
+    try:
+        return tuple(operator.index(token) for token in ids)
+    except TypeError:
+        raise PromptError(f"prompt_token_ids must be a list of whole numbers, got {ids!r:.80}") from None
 
 
 def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:

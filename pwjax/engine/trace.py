@@ -82,7 +82,9 @@ def run_trace(
             step = max(step, waiting[0][1].at_step)
         while waiting and waiting[0][1].at_step <= step:
             index, arrival = waiting.pop(0)
-            ids = np.random.default_rng(index).integers(1, engine.config.vocab_size, arrival.prompt_tokens)
+            # A prompt of a billion tokens is refused like one that is a token too long, and takes no memory to make.
+            length = min(arrival.prompt_tokens, engine.config.max_positions + 1)
+            ids = np.random.default_rng(index).integers(1, engine.config.vocab_size, length)
             sampling = SamplingParams(max_tokens=arrival.max_tokens, temperature=0, ignore_eos=True)
             engine.submit(Request(index, prompt_token_ids=tuple(ids.tolist()), sampling=sampling))
         done += [event for event in engine.step() if isinstance(event, Completion)]

@@ -85,6 +85,18 @@ def test_text(capsys, tiny_artifact):
     assert code == 0 and "does not fit; the smallest budget that works is " in out
 
 
+def test_a_budget_that_this_machine_lacks_is_told(capsys, plan, tiny_artifact, monkeypatch):
+    monkeypatch.setattr("pwjax.environment.memory_bytes", lambda: {"total": 2**30, "available": None})
+    most, more = plan("--memory-budget", "1GiB"), plan("--memory-budget", "1025MiB")
+    assert most["fits"] and most["not_here"] is None
+    # It is still planned: a larger machine may be meant.
+    assert more["fits"] and more["not_here"].endswith("has 1.00 GiB") and more["kv_tokens"] > most["kv_tokens"]
+    code, out, _ = run(capsys, "--model", tiny_artifact, "--batch", 4, "--quiet", "--memory-budget", "1025MiB")
+    assert code == 0 and "fits, but not here, where the device (" in out
+    assert f"KV cache  {more['kv_pages']:,} pages, " in out and more["kv_pages"] > 1000
+    assert plan("--memory-budget", 1)["not_here"] is None  # it does not fit anywhere
+
+
 def test_bad_values(capsys, tiny_artifact, tmp_path):
     for argv, code, words in [
         (["--model", tiny_artifact, "--bits", 7], 2, "this model has no 7 bits; choose from 2, 3"),

@@ -116,3 +116,9 @@ def test_callbacks_come_in_one_order_and_may_apply_plans(engine):
 def test_a_budget_that_no_machine_has_is_refused(tiny_artifact, budget):
     with pytest.raises(pwjax.errors.BudgetError, match=r"comes to .* but the device .* has .*GiB"):
         pwjax.load(tiny_artifact, budget, batch=4, context=128)
+
+
+@pytest.mark.parametrize("option", [{"batch": 1.5}, {"context": "64"}, {"chunks": ()}, {"chunks": (0,)}])
+def test_sizes_are_whole_numbers(tiny_artifact, option):
+    with pytest.raises(pwjax.errors.UsageError, match="must be a whole number|must be sizes in tokens"):
+        pwjax.load(tiny_artifact, **option)

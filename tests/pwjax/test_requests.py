@@ -1,11 +1,12 @@
 import io
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pwjax.engine.requests import Request, read_requests, request_seed
+from pwjax.engine.requests import Request, as_requests, as_scored, read_requests, request_seed
 from pwjax.engine.sampling import SamplingParams
 from pwjax.errors import PromptError, UsageError
 
@@ -151,3 +152,24 @@ def test_tokenized():
         Request(0, "  ").tokenized(tokenizer, 128)
     with pytest.raises(PromptError, match="needs a prompt"):
         Request(0)
+
+
+@pytest.mark.parametrize("ids", [[5, 17], np.array([5, 17], np.int32), (np.int64(5), 17)])
+def test_token_ids_become_plain_integers(ids):
+    # The epoch log holds them as JSON.
+    assert json.dumps(Request("a", prompt_token_ids=ids).prompt_token_ids) == "[5, 17]"
+    assert json.dumps(as_scored([ids])[0].prompt_token_ids) == "[5, 17]"
+
+
+@pytest.mark.parametrize("ids", [(1.5,), [None], 7, np.array([[1, 2]]), np.array([1.0])])
+def test_what_are_no_token_ids_is_named(ids):
+    for make in (lambda: Request("a", prompt_token_ids=ids), lambda: as_scored(["a", ids]), lambda: as_scored(7)):
+        with pytest.raises(PromptError, match="must be a list of whole numbers, got"):
+            make()
+
+
+@pytest.mark.parametrize("sampling", [{"max_tokens": 3}, 3, [{"max_tokens": 3}]])
+def test_what_is_no_sampling_is_named(sampling):
+    for make in (lambda: as_requests("text", sampling), lambda: Request("a", "text", None, sampling)):
+        with pytest.raises(PromptError, match="sampling must be pwjax.SamplingParams"):
+            make()

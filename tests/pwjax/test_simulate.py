@@ -61,6 +61,11 @@ def test_every_request_ends_within_the_budget(tiny_artifact, limit, policy):
     assert again.to_json() == found.to_json()
 
 
+def test_a_prompt_of_any_length_is_refused_and_not_made(tiny_artifact, limit):
+    found = simulated(tiny_artifact, limit, "static", [Arrival(0, 10**15, 5), Arrival(1, 4, 10**15)])
+    assert (found.finished, found.refused) == (1, 1)
+
+
 @pytest.mark.parametrize("policy", ["default", pytest.param("uniform-dynamic", marks=pytest.mark.slow)])
 def test_an_engine_on_the_same_trace_agrees(tiny_artifact, limit, policy):
     found = simulated(tiny_artifact, limit, policy)
