@@ -16,7 +16,7 @@ import hashlib
 import json
 import operator
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
@@ -98,7 +98,9 @@ def as_requests(
     prompts: str | Request | Iterable[str | Request], sampling: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[Request]:
     """Requests of what :meth:`Engine.generate` takes; ids of plain prompts are their index. PromptError, UsageError."""
-    items = [prompts] if not isinstance(prompts, Iterable) or isinstance(prompts, str | bytes) else list(prompts)
+    # A mapping is a request in the form of a job's line; its keys are no prompts.
+    one = not isinstance(prompts, Iterable) or isinstance(prompts, str | bytes | Mapping)
+    items: list[Any] = [prompts] if one else list(prompts)  # pyright: ignore[reportArgumentType]
     for index, item in enumerate(items):
         if not isinstance(item, str | Request):
             raise PromptError(

@@ -30,7 +30,7 @@ def test_generate_and_stream_take_the_same(engine):
         assert completion == expected[0] and "".join(p.text for p in pieces) == completion.text
 
 
-@pytest.mark.parametrize("prompt", [5, b"bytes", None, [[1, 2]], [None], [5]])
+@pytest.mark.parametrize("prompt", [5, b"bytes", None, [[1, 2]], [None], [5], {"prompt": "text"}])
 def test_what_is_no_prompt_is_named(engine, prompt):
     for call in (engine.generate, lambda p: list(engine.stream(p))):
         with pytest.raises(pwjax.PromptError, match=r"prompt 0 is .*give a string, or pwjax.Request"):
