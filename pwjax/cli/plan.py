@@ -7,6 +7,7 @@ import click
 
 from pwjax.cli import plan_table
 from pwjax.cli.options import EngineOptions, engine_options, json_option, quiet_option, told_once
+from pwjax.errors import UsageError
 from pwjax.presets import PRESETS
 from pwjax.units import format_bytes
 
@@ -50,6 +51,9 @@ def command(
     config = plan_table.config_of(options, preset)
     model, found = (None, None) if config is None else plan_table.table(config, options, preset)
     if found is not None and options.memory_budget_bytes is None:
+        for name, value in (("--explain", explain), ("--trace", trace)):
+            if value is not None:
+                raise UsageError(f"{name} is about a budget that is divided: add --memory-budget SIZE")
         click.echo(json.dumps(found) if as_json else plan_table.render(found))
         return
     # Imported late: a typing error should not cost the seconds that JAX takes.
@@ -84,7 +88,6 @@ def command(
 def block_number(table, name: str) -> int:
     """Number of the block that ``name`` means; UsageError where there is none."""
     from planner import find_block
-    from pwjax.errors import UsageError
 
     try:
         return find_block(table, name)

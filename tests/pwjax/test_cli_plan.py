@@ -138,6 +138,8 @@ def test_a_config_is_planned_as_its_preset(capsys, tmp_path):
         (["--model", tmp_path], 1, "hidden_act = 'relu' is not supported"),
         (["--model", tmp_path, "--preset", "qwen1.5-moe-a2.7b"], 2, "not both"),
         (["--preset", "gpt"], 2, "gemma-4-26b-a4b"),
+        (["--preset", "mixtral-8x7b", "--explain"], 2, "--explain is about a budget that is divided: add --memory-b"),
+        (["--preset", "mixtral-8x7b", "--trace", "t.jsonl"], 2, "--trace is about a budget that is divided"),
     ]:
         got, out, err = run(capsys, *argv)
         assert got == code and out == "" and words in err and err.count("\n") == 1
