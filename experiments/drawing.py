@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,18 @@ import numpy as np
 from experiments import tables
 
 
-def arguments(doc: str, default: str) -> argparse.Namespace:
-    """``--results FILE``; the picture goes beside it."""
+def main(draw: Callable[[dict], object], doc: str, default: str) -> None:
+    """The command line of a plot script: ``--results FILE``, whose figure by ``draw`` goes beside it as PNG.
+
+    SystemExit where the run did not come to its end.
+    """
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--results", type=Path, default=Path(default), help="what the run wrote; the PNG goes beside")
-    return parser.parse_args()
+    path = parser.parse_args().results
+    found = tables.read(path)
+    if "summary" not in found:
+        sys.exit(f"the run of {path} was stopped before its end: give its command again")
+    save(draw(found), path)
 
 
 def figure(width: float, height: float):
@@ -33,9 +41,9 @@ def save(drawn, results: Path) -> Path:
     return path
 
 
-def points(axis, found: dict[str, dict | None], places, label: str, line: bool = True) -> None:
+def points(axis, found: Sequence[dict | None], places, label: str, line: bool = True) -> None:
     """Differences with their intervals, those that were measured, against ``places``."""
-    kept = [(x, d) for x, d in zip(places, found.values(), strict=True) if d and d["interval_95"]]
+    kept = [(x, d) for x, d in zip(places, found, strict=True) if d and d["interval_95"]]
     if not kept:
         return
     x, rows = zip(*kept, strict=True)
@@ -44,9 +52,16 @@ def points(axis, found: dict[str, dict | None], places, label: str, line: bool =
     axis.errorbar(x, y, np.abs([y - low, high - y]), fmt="o-" if line else "o", ms=4, lw=1.2, capsize=2, label=label)
 
 
-def results(path: Path) -> dict:
-    """The summary of a run's JSON. SystemExit where the run did not come to its end."""
-    found = tables.read(path)
-    if "summary" not in found:
-        sys.exit(f"the run of {path} was stopped before its end: give its command again")
-    return found
+def grouped(ticks: Sequence[str], series: Mapping[str, Sequence[dict | None]], label: str):
+    """A figure of differences in nats a token, ``label`` says from what: for each tick a point of every series."""
+    drawn = figure(7, 4)
+    axis = drawn.subplots()
+    places = np.arange(len(ticks), dtype=float)
+    for i, (name, found) in enumerate(series.items()):
+        points(axis, found, places + (i - (len(series) - 1) / 2) * 0.15, name, line=False)
+    axis.axhline(0, color="black", lw=0.8)
+    axis.set_xticks(places, ticks)
+    axis.set_ylabel(f"nats a token more than {label}")
+    axis.grid(alpha=0.3, axis="y")
+    axis.legend(fontsize=8)
+    return drawn

@@ -23,7 +23,7 @@ def draw(result: dict):
         left.set(ylabel="nats a token above 16 bits", title=f"widths {ladder}")
         left.set_yscale("symlog", linthresh=1e-3)
         for name, row in parts["all"]["default_over"].items():
-            drawing.points(right, row, [float(b) for b in row], name)
+            drawing.points(right, list(row.values()), [float(b) for b in row], name)
         right.axhline(0, color="black", lw=0.8)
         right.set(ylabel="default less other, nats a token", title="paired, 95 % intervals")
         right.set_yscale("symlog", linthresh=1e-3)
@@ -34,10 +34,5 @@ def draw(result: dict):
     return figure
 
 
-def main() -> None:
-    args = drawing.arguments(__doc__, "runs/quality_memory.json")
-    drawing.save(draw(drawing.results(args.results)), args.results)
-
-
 if __name__ == "__main__":
-    main()
+    drawing.main(draw, __doc__, "runs/quality_memory.json")

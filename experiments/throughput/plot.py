@@ -26,10 +26,5 @@ def draw(result: dict):
     return figure
 
 
-def main() -> None:
-    args = drawing.arguments(__doc__, "experiments/throughput/bursts.json")
-    drawing.save(draw(drawing.results(args.results)), args.results)
-
-
 if __name__ == "__main__":
-    main()
+    drawing.main(draw, __doc__, "experiments/throughput/bursts.json")

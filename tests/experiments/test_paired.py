@@ -7,6 +7,7 @@ import pytest
 
 from experiments.ablation import plot as ablation_plot
 from experiments.ablation import run as ablation
+from experiments.domain_shift import plot as shift_plot
 from experiments.domain_shift import run as shift
 from experiments.paired import Arm, Samples, clear
 from experiments.quality_memory import plot as quality_plot
@@ -125,3 +126,6 @@ def test_a_shift_is_held_against_calibration_on_what_is_served():
     assert {name: d["difference"] for name, d in row["over"].items()} == pytest.approx(costs)
     assert row["recovered"]["share"] == pytest.approx(0.75)
     assert "75.0% [75.0%, 75.0%]" in shift.shown(found)["shifts"]
+    pytest.importorskip("matplotlib")
+    (axis,) = shift_plot.draw({"summary": found}).axes
+    assert [c.get_label() for c in axis.containers] == list(costs)
