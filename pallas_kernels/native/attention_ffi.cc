@@ -6,7 +6,6 @@
 
 #include "attention.h"
 #include "door.h"
-#include "instruction_sets.h"
 
 namespace pwjax {
 
@@ -60,12 +59,7 @@ ffi::Error paged_attention(ffi::ThreadPool pool, In<ffi::F32, 4> q, ffi::AnyBuff
   call.seats = scratch->dimensions()[0] / Room(nullptr, call).floats;
   if (call.seats < 1) return refuse("the scratch is too small");
 
-  const InstructionSet* set = instruction_set();
-  if (!set) return refuse("PWJAX_NATIVE_ISA names an instruction set that this processor does not have");
-  auto team = std::make_shared<Team>();
-  std::shared_ptr<void> work = set->paged_attention(call, team.get());
-  run(team, pool);
-  return ffi::Error::Success();
+  return carry_out(pool, refuse, [&](const InstructionSet& set, Team* team) { return set.paged_attention(call, team); });
 }
 
 auto paged_attention_binding() {

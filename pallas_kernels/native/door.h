@@ -6,6 +6,7 @@
 #include <memory>
 #include <utility>
 
+#include "instruction_sets.h"
 #include "team.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -24,9 +25,16 @@ bool has_shape(const Buffer& buffer, std::initializer_list<int64_t> shape) {
   return std::equal(have.begin(), have.end(), shape.begin(), shape.end());
 }
 
-// Runs the work of a team on this thread and those of XLA's pool that are free.
-inline void run(std::shared_ptr<Team> team, ffi::ThreadPool& pool) {
+// Does a call that was found good, on this thread and those of XLA's pool that are free: `fill` gives a team its work on
+// the instruction set in use, and what it returns lives until the team is done. `refuse` makes an error of a sentence.
+template <class Refuse, class Fill>
+ffi::Error carry_out(ffi::ThreadPool& pool, const Refuse& refuse, const Fill& fill) {
+  const InstructionSet* set = instruction_set();
+  if (!set) return refuse("PWJAX_NATIVE_ISA names an instruction set that this processor does not have");
+  auto team = std::make_shared<Team>();
+  std::shared_ptr<void> work = fill(*set, team.get());
   Team::run(team, pool.num_threads() - 1, [&](auto task) { pool.Schedule(std::move(task)); });
+  return ffi::Error::Success();
 }
 
 }  // namespace pwjax

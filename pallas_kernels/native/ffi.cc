@@ -90,12 +90,7 @@ ffi::Error expert_ffn(ffi::ThreadPool pool, In<ffi::F32, 2> x, In<ffi::S32, 2> e
     }
   }
 
-  const InstructionSet* set = instruction_set();
-  if (!set) return refuse("PWJAX_NATIVE_ISA names an instruction set that this processor does not have");
-  auto team = std::make_shared<Team>();
-  std::shared_ptr<void> work = set->expert_ffn(call, groups, team.get());
-  run(team, pool);
-  return ffi::Error::Success();
+  return carry_out(pool, refuse, [&](const InstructionSet& set, Team* team) { return set.expert_ffn(call, groups, team); });
 }
 
 auto expert_ffn_binding() {

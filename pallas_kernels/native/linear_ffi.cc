@@ -4,7 +4,6 @@
 #include <string>
 
 #include "door.h"
-#include "instruction_sets.h"
 
 namespace pwjax {
 
@@ -31,12 +30,7 @@ ffi::Error linear(ffi::ThreadPool pool, In<ffi::F32, 2> x, In<ffi::U16, 3> stack
   call.y = y->typed_data();
   call.scratch = scratch->typed_data();
 
-  const InstructionSet* set = instruction_set();
-  if (!set) return refuse("PWJAX_NATIVE_ISA names an instruction set that this processor does not have");
-  auto team = std::make_shared<Team>();
-  std::shared_ptr<void> work = set->linear(call, team.get());
-  run(team, pool);
-  return ffi::Error::Success();
+  return carry_out(pool, refuse, [&](const InstructionSet& set, Team* team) { return set.linear(call, team); });
 }
 
 auto linear_binding() {
