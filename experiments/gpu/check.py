@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.gpu.model import RandomModel
+from experiments.gpu.model import FINITE, RandomModel
 from pallas_kernels.expert_ffn import problems
 from pallas_kernels.expert_ffn.pallas_gpu import pallas_expert_ffn
 from pallas_kernels.expert_ffn.reference import paged_expert_ffn
@@ -45,7 +45,7 @@ class Layer:
         shape = experts, 2, self.geometry.slots
         ids = np.random.default_rng(0).permutation(np.arange(1, 1 + int(np.prod(shape))))
         words = jax.random.bits(jax.random.key(0), (len(ids) + 1, self.geometry.page_words), jnp.uint32)
-        self.arena, self.pages = words & jnp.uint32(0x2FFF2FFF), jnp.asarray(ids.reshape(shape), jnp.int32)
+        self.arena, self.pages = words & jnp.uint32(FINITE), jnp.asarray(ids.reshape(shape), jnp.int32)
 
     def call(self, tokens: int, bits: int, seed: int = 0) -> tuple:
         """Arguments of expert_ffn."""

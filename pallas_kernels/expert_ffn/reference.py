@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.expert_ffn.grouping import Groups, combine, group
+from pallas_kernels.linear.reference import widen
 from pallas_kernels.pages import Geometry, RowLayout
 
 
@@ -63,7 +64,6 @@ def _tile_by_tile(
     rows: jax.Array, groups: Groups, gate_up: jax.Array, down: jax.Array, activation: str
 ) -> jax.Array:
     """Outputs [tiles, m, H] with the weights of one tile in float32 at a time, in the backward pass too."""
-    widen = lambda bits: lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)  # noqa: E731
 
     @jax.checkpoint
     def tile(item):

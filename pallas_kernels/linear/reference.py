@@ -18,6 +18,11 @@ class Member(NamedTuple):
         return lax.dynamic_index_in_dim(self.stack, self.index, keepdims=False)
 
 
+def widen(bits: jax.Array) -> jax.Array:
+    """float32 numbers of uint16, the bits of bfloat16."""
+    return lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
+
+
 def xla_linear(x: jax.Array, kernel: Member, parts: int = 1) -> jax.Array:
     """As :func:`pallas_kernels.linear.linear`; the matrix is widened whole, or one of ``parts`` after another.
 
@@ -25,8 +30,7 @@ def xla_linear(x: jax.Array, kernel: Member, parts: int = 1) -> jax.Array:
     """
 
     def product(rows):
-        whole = lax.bitcast_convert_type(rows.astype(jnp.uint32) << 16, jnp.float32)
-        return jnp.einsum("...k,nk->...n", x, whole)
+        return jnp.einsum("...k,nk->...n", x, widen(rows))
 
     rows = kernel.cut()
     if parts == 1:

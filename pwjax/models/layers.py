@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.linear import Member
+from pallas_kernels.linear import Member, widen
 from pallas_kernels.linear import linear as product
 from pwjax.config import AttentionKind, ModelConfig
 
@@ -21,9 +21,7 @@ def as_float(x: jax.Array) -> jax.Array:
     The engine keeps parameters as bits: XLA on the CPU has no bfloat16 loops, and would hold a float32 copy of the
     weights of all layers for as long as a step runs.
     """
-    if x.dtype == jnp.uint16:
-        return lax.bitcast_convert_type(x.astype(jnp.uint32) << 16, jnp.float32)
-    return x.astype(jnp.float32)
+    return widen(x) if x.dtype == jnp.uint16 else x.astype(jnp.float32)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array | None, eps: float) -> jax.Array:
