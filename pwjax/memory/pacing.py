@@ -6,7 +6,7 @@ from collections.abc import Callable
 # time. Below the promised 2 %, since urgent demotions may overdraw the account.
 SHARE = 0.015
 # Seconds that a second of a copying thread takes from steps: it wakes up on a processor that a kernel was using, whose
-# other threads wait. By experiments/throughput/movement.py: 1.4 % of the rate lost at 0.64 % of the time in copies.
+# other threads wait. A guess on the low side: experiments/throughput/movement.py finds more lost than twice.
 COPY_COST = 2.0
 # Most seconds saved up: what a burst of moves may take at once after a quiet time.
 SAVED_S = 0.02
@@ -20,10 +20,10 @@ class Pace:
     """Decides at each boundary how many pages may be committed.
 
     The account grows by ``share`` of the time since the last boundary, up to ``saved_s``, and pays for the seconds
-    that each boundary and each copy took. What is staged and not taken keeps its staging, so copies slow down with
-    commits. A move is taken while the account, less what the pages taken so far are expected to
-    cost, is positive; it may then go negative, and nothing more is taken until time has filled it again. ``page_s``
-    is the first guess of a page's cost, a running mean from then on. ``clock`` gives seconds and only grows.
+    that each boundary and each copy took. A move is taken while the account, less what the pages taken so far are
+    expected to cost, is positive; it may then go negative, and nothing more is taken until time has filled it again.
+    What is staged and not taken keeps its staging, so copies slow down with commits. ``page_s`` is the first guess of a
+    page's cost, a running mean from then on. ``clock`` gives seconds and only grows.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ from pwjax.memory.pacing import Pace
 from pwjax.memory.page_table import PageTableState, block_owner
 from pwjax.memory.report import BoundaryReport, Commit, Counters, Outcome
 from pwjax.memory.retries import Retries
-from pwjax.memory.transfer import Transfer, TransferError, TransferHandle, TransferJob
+from pwjax.memory.transfer import StagedPages, Transfer, TransferError, TransferHandle, TransferJob
 
 
 def move_owner(block: int) -> tuple[str, int]:
@@ -270,7 +270,7 @@ class Pager:
             assert move.handle is not None
             if move.handle.done():
                 try:
-                    self.pace.charge(self._land(move))
+                    self.pace.charge(self._land(move).taken_s)
                 except Exception as error:  # whatever went wrong with a copy, the old epoch stays
                     failed.append((move, f"{type(error).__name__}: {error}"))
             elif now - move.started_s > self._late_s:
@@ -303,11 +303,8 @@ class Pager:
                     handle.result()
         return landed, failed
 
-    def _land(self, move: Move) -> float:
-        """Wait for the part in flight, hold its words and return the seconds that the copy took from steps.
-
-        :class:`TransferError` where it is not all there.
-        """
+    def _land(self, move: Move) -> StagedPages:
+        """Wait for the part in flight and hold its words; :class:`TransferError` where it is not all there."""
         assert move.handle is not None
         staged = move.handle.result()
         job = self._job(move)
@@ -316,7 +313,7 @@ class Pager:
             raise TransferError(f"the copy was cut short: {staged.pages} of {len(job.pages)} pages")
         move.enter(MoveState.STAGED)
         move.handle, move.staged = None, staged
-        return staged.taken_s
+        return staged
 
     # Commit and retire
 
