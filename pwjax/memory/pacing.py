@@ -5,9 +5,10 @@ from collections.abc import Callable
 # Time in commits, table updates and starting copies, and of processors that copies take from kernels, as a share of run
 # time. Below the promised 2 %, since urgent demotions may overdraw the account.
 SHARE = 0.015
-# Seconds that a second of a copying thread takes from steps: it wakes up on a processor that a kernel was using, whose
-# other threads wait. A guess on the low side: experiments/throughput/movement.py finds more lost than twice.
-COPY_COST = 2.0
+# Seconds that a second of a copying thread takes from steps: where it takes a processor that a kernel was using, the
+# kernel's other threads wait, and the engine for the interpreter's lock. Steps lost about four seconds for each in
+# experiments/throughput/movement.py, before copying threads were made to yield.
+COPY_COST = 4.0
 # Most seconds saved up: what a burst of moves may take at once after a quiet time.
 SAVED_S = 0.02
 # Most seconds owed: a machine that stalls in a boundary must not stop movement for minutes.

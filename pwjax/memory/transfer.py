@@ -6,9 +6,12 @@ buffer is new and never written again because ``device_put`` may alias an aligne
 engine thread touches the arena: a transfer hands words over and knows nothing of page ids.
 """
 
+import os
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -172,6 +175,16 @@ class _Pending:
         self._future.cancel()
 
 
+def _yield_to_steps() -> None:
+    """Let this thread take a processor only when one is free, or in its turn: never from a kernel as it wakes up.
+
+    A lower priority would be worse: a thread that holds the interpreter's lock and is not run holds the engine up.
+    """
+    if hasattr(os, "SCHED_BATCH"):
+        with suppress(OSError):  # a sandbox may forbid it; copies are only less considerate then
+            os.sched_setscheduler(threading.get_native_id(), os.SCHED_BATCH, os.sched_param(0))
+
+
 class ThreadTransfer:
     """Copies in ``workers`` threads. The pager bounds and counts what is in flight."""
 
@@ -179,7 +192,8 @@ class ThreadTransfer:
         self._store = store
         self._pinned = pinned_host(jax.devices()[0])
         self._on_cpu = jax.devices()[0].platform == "cpu"
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="pwjax-transfer")
+        polite = _yield_to_steps if self._on_cpu else None
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="pwjax-transfer", initializer=polite)
 
     def submit(self, job: TransferJob) -> TransferHandle:
         """Queue a copy for the next free worker."""

@@ -1,6 +1,8 @@
 """Copies from the store to the device: threads, errors, cancelling, and memory that nobody else writes to."""
 
+import os
 import threading
+import time
 
 import jax
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from pager_rig import WIDTHS, Rig
 
 from pwjax.memory.faults import FakeStore
+from pwjax.memory.pacing import Pace
 from pwjax.memory.transfer import SyncTransfer, ThreadTransfer, TransferError, TransferJob, stage
 
 
@@ -33,7 +36,8 @@ def test_threads_end_where_synchronous_copies_end():
 
     store.read = recorded
     transfer = ThreadTransfer(store, workers=2)
-    rig, same = Rig(3, spare=40, transfer=transfer), Rig(3, spare=40, transfer=SyncTransfer(FakeStore(64)))
+    free = {"pace": Pace(time.monotonic, share=1.0)}  # the first commit compiles, which would be paid for by waiting
+    rig, same = Rig(3, spare=40, transfer=transfer, **free), Rig(3, spare=40, transfer=SyncTransfer(FakeStore(64)))
     target = np.array([2, 2, 4, 16, 4, 3, 2, 3])
     for r in (rig, same):
         r.pager.request(target)
@@ -67,6 +71,29 @@ def test_thread_transfer_passes_errors_and_cancels():
     with pytest.raises(TransferError, match="cancelled"):
         third.result()
     transfer.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="batch scheduling is Linux's")
+@pytest.mark.parametrize("allowed", [True, False])
+def test_copying_threads_yield_to_steps_on_a_cpu_and_the_caller_does_not(monkeypatch, allowed):
+    def forbidden(*_):
+        raise PermissionError("not in this sandbox")
+
+    if not allowed:
+        monkeypatch.setattr(os, "sched_setscheduler", forbidden)
+    kinds = []
+
+    class Asking(FakeStore):
+        def read(self, layer, pages):
+            kinds.append(os.sched_getscheduler(0))
+            return super().read(layer, pages)
+
+    transfer = ThreadTransfer(Asking(64), workers=1)
+    before = os.sched_getscheduler(0)
+    assert transfer.submit(TransferJob(0, 0, (1, 2), WIDTHS)).result().pages == 2
+    transfer.close()
+    assert kinds == [os.SCHED_BATCH if allowed else before]
+    assert os.sched_getscheduler(0) == before
 
 
 def test_staged_words_do_not_alias_what_the_store_returned():
