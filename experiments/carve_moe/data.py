@@ -1,6 +1,8 @@
 """Training windows and evaluation texts as token ids. Training reads ``*.train.*`` files only."""
 
+import gzip
 import json
+import re
 from pathlib import Path
 
 import jinja2
@@ -11,14 +13,18 @@ from experiments.texts import encode, read
 
 TRAIN = {"prose": "books/books.train.txt", "code": "code/python_stdlib.train.txt"}
 CHATS = "math/gsm8k.train.jsonl"
-# Share of training windows drawn from each source; `chat` is GSM8K's train split as conversations.
-MIXTURE = {"prose": 0.5, "code": 0.25, "chat": 0.25}
+PARAGRAPHS = "longctx/nq-open-oracle.jsonl.gz"
+# Share of training windows drawn from each source; `chat` is GSM8K's train split as conversations, `facts` are
+# paragraphs of an encyclopedia.
+MIXTURE = {"prose": 0.3, "code": 0.15, "chat": 0.2, "facts": 0.35}
 EVALUATION = {
     "wikitext2.test.detok": "wikitext2/wikitext2.test.detok.txt",
     "books.heldout": "books/books.heldout.txt",
     "python_stdlib.heldout": "code/python_stdlib.heldout.txt",
     "gsm8k.test": "math/gsm8k.test.txt",
 }
+# A paragraph that shares so many words in a row with text that is evaluated on is not trained on.
+SHARED_WORDS = 8
 # Pieces of each text, evenly spread, that are encoded for training, and their characters: more than a run sees.
 PIECES, PIECE_CHARS = 100, 25_000
 
@@ -40,9 +46,29 @@ def conversations(path: Path, template: str) -> str:
     return "".join(chat.render(messages=messages, add_generation_prompt=False) for messages in turns)
 
 
+def _runs(text: str) -> set[tuple[str, ...]]:
+    """Every run of ``SHARED_WORDS`` words, in lower case."""
+    words = re.findall(r"\w+", text.lower())
+    return {tuple(words[i : i + SHARED_WORDS]) for i in range(len(words) - SHARED_WORDS + 1)}
+
+
+def paragraphs(path: Path, held_out: str) -> str:
+    """Titles and long answers of Natural Questions (gzipped JSON lines), each once, without those in ``held_out``."""
+    seen, kept = _runs(held_out), []
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        gold = [json.loads(line)["nq_annotated_gold"] for line in lines]
+    for answer in gold:
+        runs = _runs(answer["long_answer"])
+        if runs and not runs & seen:
+            kept.append(f"{answer['title']}\n\n{answer['long_answer']}\n\n")
+            seen |= runs
+    return "".join(kept)
+
+
 def prepare(data: Path, work: Path) -> dict[str, np.ndarray]:
     """Token arrays by source, made once and kept in ``work``, which has the tokenizer; SystemExit without texts."""
-    missing = [name for name in (*TRAIN.values(), CHATS) if not (data / name).is_file()]
+    wikipedia = EVALUATION["wikitext2.test.detok"]
+    missing = [name for name in (*TRAIN.values(), CHATS, PARAGRAPHS, wikipedia) if not (data / name).is_file()]
     if missing:
         raise SystemExit(f"{data} lacks {', '.join(missing)}; README.md beside this script says what belongs there")
     tokenizer = Tokenizer.from_file(str(work / "tokenizer" / "tokenizer.json"))
@@ -53,6 +79,8 @@ def prepare(data: Path, work: Path) -> dict[str, np.ndarray]:
         if not cache.exists():
             if name == "chat":
                 text = conversations(data / CHATS, template)
+            elif name == "facts":
+                text = paragraphs(data / PARAGRAPHS, read(data / wikipedia))
             else:
                 text = excerpts(read(data / TRAIN[name]))
             # Renamed when whole: an array cut short by a kill would be trained on without a word.

@@ -2,6 +2,8 @@
 
 import argparse
 import dataclasses
+import gzip
+import json
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.carve_moe import carve, distill, model, refit, smollm2, split
+from experiments.carve_moe import carve, data, distill, model, refit, smollm2, split
 from pwjax import models
 from pwjax.models.layers import rotate
 
@@ -207,3 +209,18 @@ def test_a_router_that_can_be_linear_is_found():
     order = lambda scores: np.argsort(scores, axis=1)  # noqa: E731
     np.testing.assert_array_equal(order(x @ found.T), order(x @ kernel.T))
     assert (x @ found.T).std() == pytest.approx(0.25, rel=1e-4)
+
+
+def test_paragraphs_come_once_and_never_from_text_that_is_evaluated_on(tmp_path):
+    fresh = "the pier is a landmark of the town and the longest of its kind"
+    known = "he had a guest starring role on the television series in that year"
+    answers = {
+        "Pier": fresh, "Pier again": f"{fresh}, they say", "Nothing": "too short",
+        "Actor": "As is told, He had a guest-starring role, on the television series in that year.",
+    }  # fmt: skip
+    path = tmp_path / "answers.jsonl.gz"
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        for title, text in answers.items():
+            file.write(json.dumps({"nq_annotated_gold": {"title": title, "long_answer": text}}) + "\n")
+    assert data.paragraphs(path, f"before {known} after") == f"Pier\n\n{fresh}\n\n"
+    assert "Actor" in data.paragraphs(path, "")
