@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ from pwjax.units import format_bytes
 @click.option("--no-prefix-cache", is_flag=True, help="Do not share KV pages among prompts that begin alike.")
 @click.option("--skip-bad-lines", is_flag=True, help="Leave out lines of --prompts that are no requests.")
 @click.option("--stats", "stats_file", metavar="FILE", help="Write memory, precision and speed of the run as JSON.")
-@click.option("--log", metavar="FILE", help="Write the epoch log: plans, commits, admissions, as JSON lines.")
+@click.option("--log", metavar="FILE",
+              help="Write the epoch log: plans, commits, admissions, as JSON lines. A resumed job keeps the old one.")
 @click.option("--profile", metavar="DIR", help="Write a JAX profiler trace of the run to DIR.")
 @json_option
 @quiet_option
@@ -113,6 +115,9 @@ def command(
                 click.echo(f"resuming: {total - len(requests)} of {total} results are there{nothing}", err=True)
             if not requests:
                 return _raise_refused(refused)
+            if log and writer.finished and Path(log).is_file():
+                earlier = _set_aside(Path(log))
+                click.echo(f"the log of the run that stopped is now {earlier}", err=True)
         with _load(options, run_seed, log, quiet, not no_prefix_cache, shadow) as engine:
             emit = _Emitter(as_json, writer, single=prompts is None)
             began = time.perf_counter()
@@ -138,6 +143,15 @@ def command(
         done = f" after {total - len(requests) + emit.count} of {total} requests" if prompts else ""
         raise InterruptedRun(f"interrupted{done}" + ("; the same command goes on" if writer else ""))
     _raise_refused(refused | emit.refused)
+
+
+def _set_aside(log: Path) -> Path:
+    """Give the file another name, the first of ``LOG.1``, ``LOG.2``, … that is free; PWJaxError where that fails."""
+    earlier = next(p for n in count(1) if not (p := log.with_name(f"{log.name}.{n}")).exists())
+    try:
+        return log.rename(earlier)
+    except OSError as error:
+        raise PWJaxError(f"cannot keep the log of the run that stopped as {earlier}: {error.strerror}") from error
 
 
 def _standard_input() -> str:

@@ -147,6 +147,7 @@ def render(result: dict) -> str:
         ("bits per byte", f"{result['bits_per_byte']:.4f}"),
         ("scored", f"{result['tokens']:,} tokens, {result['bytes']:,} bytes"),
         ("text", names),
+        *([("left out", f"{', '.join(left_out)}: under two tokens")] if (left_out := result["left_out"]) else []),
         ("windows", f"{result['windows']:,} of {result['window']} tokens, stride {result['stride']}, "
                     f"BOS: {result['bos']}"),
         ("experts", f"{result['mean_bits']:.2f} bits a weight (blocks: {counts})"),

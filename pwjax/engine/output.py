@@ -13,6 +13,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -47,9 +48,10 @@ class ResultWriter:
         # Through JSON, so that a tuple compares equal to the list it comes back as.
         self.settings = json.loads(json.dumps(settings))
         self.finished: set[str] = set()
-        # Of the results that were there: errors of those refused, and what tells whether the prompt is still the same.
+        # Of the results that were there: errors of those refused.
         self.refused: dict[str, str] = {}
-        self._prompts: dict[str, int] = {}
+        # What tells, by id, whether a request is still the one that its result is of.
+        self._marks: dict[str, str] = {}
         if self.path.exists() and not self.path.is_file():
             raise UsageError(f"the output {self.path} is a directory or device; name a file, or leave --output out")
         try:
@@ -69,13 +71,17 @@ class ResultWriter:
             raise
 
     def left(self, requests: Sequence[Request]) -> list[Request]:
-        """The requests that have no result yet, in order; UsageError where the file holds one for another prompt."""
+        """The requests that have no result yet, in order; UsageError where the file holds one that was asked otherwise.
+
+        Results that are written from then on keep what they were asked, as ``request``.
+        """
         for request in requests:
-            tokens = len(request.prompt_token_ids or ())
-            if self._prompts.get(request.key, prompt := _prompt_mark(request.prompt, tokens)) != prompt:
+            mark = _mark(request)
+            if self._marks.setdefault(request.key, mark) != mark:
                 raise UsageError(
-                    f"{self.path} has a result {request.key!r} for another prompt; restore the prompts file to resume, "
-                    "or choose another --output. Lines without an id are known by their number"
+                    f"{self.path} has a result {request.key!r} for another prompt, or for one with other settings; "
+                    "restore the prompts file to resume, or choose another --output. Lines without an id are known by "
+                    "their number"
                 )
         return [request for request in requests if request.key not in self.finished]
 
@@ -88,7 +94,8 @@ class ResultWriter:
         key = str(record["id"])
         if key in self.finished:
             raise ValueError(f"the result {key!r} is already in {self.path}")
-        data = (json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n").encode()
+        asked = {"request": self._marks[key]} if key in self._marks else {}
+        data = (json.dumps(_finite({**record, **asked}), ensure_ascii=False, allow_nan=False) + "\n").encode()
         try:
             os.lseek(self._file, self._end, os.SEEK_SET)
             view = memoryview(data)
@@ -182,12 +189,13 @@ class ResultWriter:
         self.finished.add(key)
         if record.get("finish_reason") == "refused":
             self.refused[key] = str(record.get("error"))
-        if "prompt" in record:
-            self._prompts[key] = _prompt_mark(record["prompt"], record.get("prompt_tokens", 0))
+        if "request" in record:
+            self._marks[key] = str(record["request"])
 
 
-def _prompt_mark(prompt: str | None, tokens: int) -> int:
-    return hash(tokens if prompt is None else prompt)
+def _mark(request: Request) -> str:
+    """Sixteen hex digits of all that a request asks for."""
+    return settings_hash({name: value for name, value in asdict(request).items() if name != "id"})[:16]
 
 
 def _differences(saved: Any, now: Any, prefix: str = "") -> list[str]:

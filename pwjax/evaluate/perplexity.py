@@ -139,7 +139,8 @@ def measure_perplexity(
         raise UsageError(f"--stride must be from 1 to the window of {window} tokens, got {stride}")
     stride = min(stride, room)
     documents = heldout_documents() if documents is None else documents
-    windows, owners, names = _windows(documents, tokenizer, config.vocab_size, window, stride, bos, max_tokens)
+    cut_up = _windows(documents, tokenizer, config.vocab_size, window, stride, bos, max_tokens)
+    windows, owners, names, left_out = cut_up
     loading = lambda done, total: progress("loading blocks", done, total)  # noqa: E731
     if kv_trace is None:
         scorer = Scorer.load(
@@ -168,6 +169,7 @@ def measure_perplexity(
             "bos": "none" if bos is None else "every window",
             "bos_token_id": bos,
             "text": names,
+            "left_out": left_out,
             "windows_sha256": windows_hash(windows),
             "versions": versions(),
         }
@@ -188,12 +190,13 @@ def _windows(
     stride: int,
     bos: int | None,
     max_tokens: int | None,
-) -> tuple[list[Window], np.ndarray, list[str]]:
-    """Windows of all documents, the index of each one's document int64[n], and the names of these documents.
+) -> tuple[list[Window], np.ndarray, list[str], list[str]]:
+    """Windows of all documents, the index of each one's document int64[n], the names of these documents, and those of
+    documents that are too short to have any.
 
     UsageError where they hold nothing that can be predicted.
     """
-    windows, owners, names = [], [], []
+    windows, owners, names, left_out = [], [], [], []
     for document in documents:
         tokens = tokenize(document, tokenizer, vocab_size)
         if max_tokens is not None:
@@ -203,6 +206,8 @@ def _windows(
             owners += [len(names)] * len(own)
             windows += own
             names.append(document.name)
+        else:
+            left_out.append(document.name)
     if not windows or not sum(w.bytes for w in windows):
         raise UsageError("the text is too short: it takes at least two tokens, one to be predicted from the other")
-    return windows, np.array(owners), names
+    return windows, np.array(owners), names, left_out

@@ -77,6 +77,19 @@ def test_a_finished_job_ends_as_it_did_and_takes_no_other_prompts(run, tmp_path)
     assert code == 2 and "for another prompt" in err and len(results(tmp_path / "o.jsonl")) == 5
 
 
+def test_a_resumed_job_keeps_the_log_of_the_run_that_stopped(run, tmp_path):
+    source, log = tmp_path / "in.jsonl", tmp_path / "log.jsonl"
+    options = ["--prompts", source, "--output", tmp_path / "o.jsonl", "--log", log, "--max-tokens", 2]
+    kept = []
+    for lines in (["def f"], ["def f", "x"], ["def f", "x", "y"]):
+        jsonl(source, lines)
+        code, _, err = run(*options)
+        assert code == 0 and [p.read_bytes() for p in sorted(tmp_path.glob("log.jsonl.*"))] == kept
+        assert (f"is now {log}.{len(kept)}" in err) == bool(kept)
+        kept.append(log.read_bytes())
+    assert run(*options)[0] == 0 and log.read_bytes() == kept[-1], "nothing was left to do, so nothing was logged"
+
+
 def test_killed_and_restarted_equals_uninterrupted(run, shape, tiny_artifact, tmp_path):
     prompts = [{"id": f"r{i}", "prompt": "lazy dog " * (1 + i % 3), "temperature": 0.8 * (i % 2)} for i in range(24)]
     source = jsonl(tmp_path / "in.jsonl", prompts)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pwjax.engine.output import ResultWriter, settings_hash
 from pwjax.engine.requests import Request
+from pwjax.engine.sampling import SamplingParams
 from pwjax.errors import PWJaxError, UsageError
 
 SETTINGS = {"model": "abc", "bits": 4, "sampling": {"temperature": 0.0, "stop": ("x",)}}
@@ -48,8 +49,10 @@ def test_results_of_other_prompts_are_not_mixed_in(tmp_path):
     with ResultWriter(tmp_path / "o", SETTINGS) as writer:
         assert writer.refused == {"x": "too long"}
         assert writer.left(old) == old[2:] and writer.left(old[2:]) == old[2:]
-        for changed in (Request(0, "b"), Request(0, None, (1,)), Request("x", None, (1, 2, 3)), Request("x", "a")):
-            with pytest.raises(UsageError, match=f"a result '{changed.key}' for another prompt"):
+        others = Request(0, "b"), Request(0, None, (1,)), Request("x", None, (1, 2, 3)), Request("x", "a")
+        asked = Request(0, "a", sampling=SamplingParams(max_tokens=7)), Request(0, "a", min_bits=3)
+        for changed in (*others, *asked):
+            with pytest.raises(UsageError, match=f"a result '{changed.key}' for another prompt, or for one with other"):
                 writer.left([old[2], changed])
 
 

@@ -201,6 +201,11 @@ def test_command(capsys, tiny_artifact, tmp_path):
     code, out, _ = run(capsys, *base, "--max-bytes", 90, "--bits", 16)
     assert code == 0 and "perplexity" in out and "held out from the bundled model: statistics.py" in out
     assert str(Path.home()) not in out
+    assert "left out" not in out and facts["left_out"] == []
+    short = tmp_path / "short.txt"
+    short.write_text("x", encoding="utf-8")
+    code, out, _ = run(capsys, *base, "--text", path, "--text", short, "--bits", 16)
+    assert code == 0 and f"left out       {short}: under two tokens" in out
 
 
 def test_command_under_pressure_and_against_another_run(
