@@ -116,9 +116,11 @@ class Plan:
     def explain(self, limit: int = 10, block: int | None = None) -> str:
         """Readable text: the cause, the outcome, and the ``limit`` moves that change damage most.
 
-        With ``block``, why that block has its bits instead of the moves.
+        With ``block``, why that block has its bits instead of the moves; ValueError for one that is not in the table.
         """
         table = self.table
+        if block is not None and not 0 <= block < table.blocks:
+            raise ValueError(f"there is no block {block}; blocks are 0 to {table.blocks - 1}")
         start, end = self.damage_of(self.before), self.damage
         gap = "" if self.bound is None else f"; no plan for this target is below {self.bound:.4g}"
         lines = [self.cause] if self.cause else []

@@ -210,12 +210,7 @@ def load(
         artifact, memory_budget_bytes=budget, batch=batch, context=context, kv_dtype=kv_dtype, policy=policy, bits=bits,
         chunks=chunks, report=report,
     )  # fmt: skip
-    # Here, because XLA would abort the process.
-    if lack := device_lack(need_bytes := view.memory.total_bytes):
-        raise BudgetError(
-            f"the memory budget comes to {need_bytes} bytes ({format_bytes(need_bytes)}) here, but {lack}; "
-            "give a --memory-budget that it holds"
-        )
+    check_device(view.memory.total_bytes)
     settings = {
         "memory_budget": budget, "batch": batch, "context": context, "kv_dtype": kv_dtype, "policy": policy,
         "bits": None if bits is None else np.asarray(bits).tolist(), "chunks": list(chunks), "seed": seed,
@@ -260,6 +255,15 @@ def device_lack(need_bytes: int) -> str | None:
     if has_bytes is None or need_bytes <= has_bytes:
         return None
     return f"the device ({device['kind']}) has {format_bytes(has_bytes)}"
+
+
+def check_device(need_bytes: int) -> None:
+    """BudgetError where this machine's device lacks ``need_bytes``: XLA would abort the process."""
+    if lack := device_lack(need_bytes):
+        raise BudgetError(
+            f"the memory budget comes to {need_bytes} bytes ({format_bytes(need_bytes)}) here, but {lack}; "
+            "give a --memory-budget that it holds"
+        )
 
 
 def log_header(model: str | os.PathLike | None, artifact: Artifact, settings: dict, view: Outlook) -> dict:

@@ -30,7 +30,7 @@ from pwjax.engine.shadow import share_of
 from pwjax.engine.statistics import run_statistics
 from pwjax.engine.steps import Sampled
 from pwjax.engine.submission import checked
-from pwjax.errors import PWJaxError
+from pwjax.errors import PWJaxError, UsageError
 from pwjax.memory import PageTable
 from pwjax.memory.arena import free
 
@@ -237,17 +237,25 @@ class Engine:
 
         Also where no policy moves them (fixed bits, or after :meth:`freeze`). A plan that moves nothing by itself
         (``planner.uniform``, ``planner.fit``) asks for all of its bits. Blocks that are moving, or that have other
-        bits by now than those the plan was made from, are left alone; the log counts them as ``stale``.
+        bits by now than those the plan was made from, are left alone; the log counts them as ``stale``. UsageError for
+        what is no plan, or one of another model.
         """
         self._unlocked()
+        if not isinstance(plan, Plan):
+            raise UsageError(f"apply takes a plan, as pwjax.plan(engine.observe(), target_bytes=…) gives; got {plan!r}")
+        if plan.table.blocks != (blocks := self.parts.table.blocks):
+            raise UsageError(f"the plan is of a model with {plan.table.blocks} blocks; this one has {blocks}")
         self.boundaries.request(plan, "plan" if self._stepping else "apply")
 
     def on_boundary(self, callback: Callback) -> Callable[[], None]:
         """Call ``callback(boundary)`` in every phase of every boundary from now on; returns what ends that.
 
         Phases come in a fixed order: stats, pressure, plan, stage, commit, retire (see :mod:`pwjax.engine.boundary`).
-        A callback may apply plans and must not step the engine; what it raises reaches whoever did.
+        A callback may apply plans and must not step the engine; what it raises reaches whoever did. UsageError for
+        what cannot be called.
         """
+        if not callable(callback):
+            raise UsageError(f"on_boundary takes a function of a boundary, got {callback!r}")
         self.boundaries.callbacks.append(callback)
         return lambda: self.boundaries.callbacks.remove(callback)
 

@@ -15,7 +15,7 @@ from pwjax.engine.meter import Meter
 from pwjax.engine.weights import load_weights
 from pwjax.errors import UsageError
 from pwjax.evaluate.program import Report, ScoreShapes, compile_score, plan_scoring, shrink_batch
-from pwjax.loading import checked_bits, open_model
+from pwjax.loading import check_device, checked_bits, open_model
 from pwjax.memory.arena import program_memory
 from pwjax.units import parse_bytes
 
@@ -88,6 +88,7 @@ class Scorer:
             return plan_scoring(shapes, table, budget, fixed, policy, report)
 
         chosen = shrink_batch(ScoreShapes(config, artifact.geometry, batch, window, hidden), measure)
+        check_device(chosen[1].total_bytes)
         if report:
             report(chosen[0].name)
         return cls(artifact, *chosen, meter, progress)

@@ -9,6 +9,8 @@ import pytest
 import pwjax
 from planner import uniform
 from pwjax.engine.boundary import PHASES
+from pwjax.errors import UsageError
+from pwjax.loading import open_model
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +86,21 @@ def test_an_old_plan_changes_only_its_own_blocks(open_tiny, tmp_path):
     asked = [len(newer.changes()), len(old.changes()) - stale, engine.parts.table.blocks]
     assert [len(p["changes"]) for p in plans] == asked
     assert [p["stale"] for p in plans] == [0, stale, 0]
+
+
+def test_what_is_no_plan_and_no_callback_is_named(engine):
+    table = engine.parts.table
+    for wrong in (None, 3, np.full(table.blocks, 3)):
+        with pytest.raises(UsageError, match="apply takes a plan, as pwjax.plan"):
+            engine.apply(wrong)
+    with pytest.raises(UsageError, match="on_boundary takes a function of a boundary, got 5"):
+        engine.on_boundary(5)
+    with pytest.raises(UsageError, match=f"a model with .* blocks; this one has {table.blocks}"):
+        engine.apply(uniform(open_model(None).table(), 3))
+    plan = uniform(table, 3)
+    for block in (-1, table.blocks):
+        with pytest.raises(ValueError, match=f"there is no block {block}; blocks are 0 to {table.blocks - 1}"):
+            plan.explain(block=block)
 
 
 def test_callbacks_come_in_one_order_and_may_apply_plans(engine):

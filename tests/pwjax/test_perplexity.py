@@ -247,6 +247,13 @@ def test_bad_values(capsys, tiny_artifact, tmp_path):
         assert got == code and out == "" and words in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("trace", [(), ("--kv-trace", 2)])
+def test_a_model_that_this_machine_has_no_room_for_is_refused(capsys, tiny_artifact, monkeypatch, trace):
+    monkeypatch.setattr("pwjax.environment.memory_bytes", lambda: {"total": 2**16, "available": None})
+    code, out, err = run(capsys, "--model", tiny_artifact, "--bits", 16, "--window", 32, "--quiet", *trace)
+    assert code == 1 and out == "" and "has 64.00 KiB; give a --memory-budget that it holds" in err
+
+
 def test_models_that_cannot_be_scored(tiny_params, tiny_config, tiny_tokenizer, tmp_path):
     bare = quantize(tiny_params, tiny_config, tmp_path / "bare.pw", lut_rows=32, page_words=64)
     with pytest.raises(ArtifactError, match="no tokenizer.json"):
