@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from experiments.tables import interval
-from experiments.texts import HELD_OUT
+from experiments.texts import HELD_OUT, TRAINING
 from pwjax.loading import bundled_model
 
 Command = list[str]
@@ -45,6 +45,9 @@ def parts(args: argparse.Namespace) -> list[Part]:
     on_text = (*model, *data)
     kinds = ("--kinds", "prose", "code") if args.data else ()
     heldout = [w for n in ("prose", "code", "math") if args.data for w in ("--heldout", str(args.data / HELD_OUT[n]))]
+    domains = [w for n, f in TRAINING.items() if args.data
+               for w in ("--domain", f"{n}={args.data / f},{args.data / HELD_OUT[n]}")]  # fmt: skip
+    can_compare = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
     truth = ["-m", "pwjax", "calibrate", str(args.model or bundled_model()), "--check-only", *heldout, "--report",
              str(file("damage_truth"))]  # fmt: skip
     work = out / "carve"
@@ -59,6 +62,7 @@ def parts(args: argparse.Namespace) -> list[Part]:
     return [
         Part("quantizer", [module("quantizer_quality.run", "quantizer", small=("--rows", "1"))],
              lambda: _quantizer(_read(file("quantizer")))),
+        Part("lut_groups", [module("lut_groups.run", "lut_groups")], lambda: _groups(_read(file("lut_groups")))),
         Part("planner", [module("bench_planner", "planner", small=("--repeats", "7"), flag="--json")],
              lambda: _planner(_read(file("planner")))),
         Part("damage_truth",
@@ -76,6 +80,10 @@ def parts(args: argparse.Namespace) -> list[Part]:
              [module("domain_shift.run", "domain_shift", *on_text, "--work", str(out / "shifted"),
                      small=("--windows", "4", "--tokens", "2048"))],
              lambda: _shift(_read(file("domain_shift"))), needs_data),
+        Part("domain_tables",
+             [module("domain_tables.run", "domain_tables", *model, *domains, "--work", str(out / "domains"),
+                     small=("--tokens", "2048", "--heldout-tokens", "1024"))],
+             lambda: _domains(_read(file("domain_tables"))), needs_data),
         Part("bursts",
              [module("throughput.bursts", "bursts", *model,
                      small=("--bursts", "2", "--size", "8", "--gap", "3", "--arms", "default", "preemption"))],
@@ -84,6 +92,12 @@ def parts(args: argparse.Namespace) -> list[Part]:
              [module("throughput.movement", "movement", *model, "--context", "2048",
                      small=("--pairs", "2", "--tokens", "400")) + ([] if quick else ["--tokens", "1600"])],
              lambda: _movement(_read(file("movement")))),
+        Part("decode_speed",
+             [module("decode_speed.run", "decode_speed", *model, *(() if can_compare else ("--no-transformers",)),
+                     small=("--batch", "1", "--bits", "4", "16", "--rounds", "1"))],
+             lambda: _decode(_read(file("decode_speed")))),
+        Part("soak", [module("soak.run", "soak", *model, small=("--minutes", "0.3"))],
+             lambda: _soak(_read(file("soak")))),
         Part("carve_moe", carving, lambda: _carve(_read(file("carve_moe"))), needs_data or needs_weights),
         Part("figures",
              [["-m", f"experiments.{name}.plot", "--results", str(file(name))] for name in drawn if args.data or
@@ -99,6 +113,10 @@ def _read(path: Path) -> dict:
 def _quantizer(result: dict) -> str:
     worst = max(row["worst_split_to_two_means"] for row in result["results"])
     return f"worst split {worst:g} times the exact one's error"
+
+
+def _groups(result: dict) -> str:
+    return ", ".join(f"K = {row['cols']}: {row['auto']} rows a table" for row in result["results"])
 
 
 def _planner(result: dict) -> str:
@@ -124,6 +142,22 @@ def _ablation(result: dict) -> str:
 def _shift(result: dict) -> str:
     shift, row = next(iter(result["summary"].items()))
     return f"{shift.replace(' |', ' serves')}: {interval(row['over']['full'])} over its own calibration"
+
+
+def _domains(result: dict) -> str:
+    worst = max(row["mixed, routed"]["over_best"] for row in result["kl"].values())
+    return f"a mixed table, routed: at most {worst:.2f} times the best table's KL"
+
+
+def _decode(result: dict) -> str:
+    row = result["rows"][0]
+    bits, gain = next(iter(row["native_over_widest"].items()))
+    return f"batch {row['batch']}: {bits} bits {gain:.2f} times as fast as the widest"
+
+
+def _soak(result: dict) -> str:
+    failed = [name for name, held in result["checks"].items() if not held]
+    return f"{result['finished']} requests; failed checks: {', '.join(failed) or 'none'}"
 
 
 def _bursts(result: dict) -> str:

@@ -1,6 +1,6 @@
 """How fast are tokens decoded at each width, by each backend, and by transformers?
 
-python experiments/decode_speed/run.py [--model DIR] [--random DIR --layers 4] [--batch 1 4 8] [--out FILE]
+    python -m experiments.decode_speed.run [--model DIR] [--random DIR --layers 4] [--batch 1 4 8] [--out FILE]
 
 One engine a backend (``native`` in C++, ``xla``), each holding all experts at 16 bits; widths are plans that it is
 given, so every width runs in the same compiled programs. transformers gets the same model as a bfloat16 checkpoint,
@@ -12,7 +12,6 @@ prompt tokens, ``--tokens`` new ones; prefill is not counted. Needs torch and tr
 """
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -24,6 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import pwjax
+from experiments import tables
+from experiments.soak.random_model import make, qwen_shape
 from pallas_kernels.expert_ffn import expert_ffn
 from planner import uniform
 from pwjax import environment
@@ -176,24 +177,20 @@ def measure(model: Path | None, checkpoint: Path | None, batch: int, args: argpa
     }
 
 
-def table(rows: list[dict], bits: list[int]) -> str:
-    """Markdown."""
-    lines = [
-        "| batch | bits | native tokens/s | xla | transformers | native / xla | native / transformers "
-        "| native / its widest | experts alone, / widest |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+def shown(rows: list[dict], bits: list[int]) -> dict[str, str]:
+    """The table, by name."""
+    head = ["batch", "bits", "native, tokens/s", "xla", "transformers", "native / xla", "native / transformers",
+            "native / its widest", "experts alone, / widest"]  # fmt: skip
+    lines = []
     for row in rows:
         for b in bits:
             rate = row["tokens_per_s"]
             others = rate.get(f"transformers {b}")
             theirs = ("-", "-") if others is None else (f"{others:.1f}", f"{row['native_over_transformers'][b]:.2f}")
-            lines.append(
-                f"| {row['batch']} | {b} | {rate[f'native {b}']:.1f} | {rate[f'xla {b}']:.1f} | {theirs[0]} | "
-                f"{row['native_over_xla'][b]:.2f} | {theirs[1]} | {row['native_over_widest'][b]:.2f} | "
-                f"{row['experts_over_widest'][b]:.2f} |"
-            )
-    return "\n".join(lines)
+            ratios = (f"{row[name][b]:.2f}" for name in ("native_over_widest", "experts_over_widest"))
+            lines.append([row["batch"], b, f"{rate[f'native {b}']:.1f}", f"{rate[f'xla {b}']:.1f}", theirs[0],
+                          f"{row['native_over_xla'][b]:.2f}", theirs[1], *ratios])  # fmt: skip
+    return {"decode": tables.markdown(head, lines)}
 
 
 def main() -> None:
@@ -212,9 +209,6 @@ def main() -> None:
     environment.enable_compile_cache()
     model = args.model
     if args.random:
-        sys.path.insert(0, str(Path(__file__).parents[1] / "soak"))
-        from random_model import make, qwen_shape
-
         model = args.random
         if not model.exists():
             make(model, qwen_shape(args.layers), fallback=True)
@@ -227,12 +221,11 @@ def main() -> None:
         if not checkpoint.exists():
             export(pwjax.Artifact.open(model or pwjax.bundled_model()), checkpoint, 16)
     rows = [measure(model, checkpoint, batch, args) for batch in args.batch]
-    print(table(rows, args.bits))
-    result = {
-        "command": " ".join(sys.argv), "cpu": environment.cpu_info(), "versions": environment.versions(),
-        "load": os.getloadavg(), "rows": rows,
-    }  # fmt: skip
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    made = shown(rows, args.bits)
+    print(made["decode"])
+    settings = {name: value for name, value in vars(args).items() if not isinstance(value, Path | None)}
+    named = model.name if model else "bundled"
+    tables.write(args.out, settings={**settings, "model": named}, load=os.getloadavg(), tables=made, rows=rows)
 
 
 if __name__ == "__main__":

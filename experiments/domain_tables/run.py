@@ -1,6 +1,6 @@
 """Do damage tables of one kind of text serve another kind, and does a mixed table serve all?
 
-    python experiments/domain_tables/run.py --domain prose=books.train.txt,books.heldout.txt \\
+    python -m experiments.domain_tables.run --domain prose=books.train.txt,books.heldout.txt \\
         --domain code=python.train.txt,python.heldout.txt --domain math=gsm8k.train.txt,gsm8k.test.txt
 
 For each domain, and for all of them mixed, a copy of the model is calibrated on the training file(s) with equally many

@@ -1,6 +1,6 @@
 """How many rows should share a table? Error against bytes for every group size, and what ``auto`` takes.
 
-python experiments/lut_groups/run.py [--rows 64] [--out experiments/lut_groups/results.json]
+    python -m experiments.lut_groups.run [--rows 64] [--out experiments/lut_groups/results.json]
 
 Experts whose two matrices are [2048, K], heavy-tailed weights under lognormal importance; bytes are whole pages, planes
 and tables with their row scales, per weight. Half a minute.
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results.json"))
     args = parser.parse_args()
     results = [curves(cols, args.rows) for cols in COLS]
-    facts = {"command": "python experiments/lut_groups/run.py", "rows": args.rows, "versions": versions()}
+    facts = {"command": "python -m experiments.lut_groups.run", "rows": args.rows, "versions": versions()}
     args.out.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
     for row in results:
         print(f"K = {row['cols']}: auto takes {row['auto']} rows a table, pages of {row['page_bytes']} bytes")

@@ -1,6 +1,6 @@
 """Does an engine under hours of mixed load leak, recompile, break its budget, or do anything that a replay does not?
 
-python experiments/soak/run.py [--model DIR | --qwen-shape DIR] [--minutes 30] [--out FILE]
+    python -m experiments.soak.run [--model DIR | --qwen-shape DIR] [--minutes 30] [--out FILE]
 
 Serves requests of mixed lengths in quiet times and bursts for ``--minutes``, cancels some, and lets a share of the
 page reads fail, come short or come late. Then everything is drained and checked, and the whole run is replayed from
@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 import pwjax
+from experiments.soak.random_model import make, qwen_shape
 from pwjax import environment
 from pwjax.checkpoints.artifact import Artifact
 from pwjax.engine.replay import replay
@@ -189,8 +190,6 @@ def main() -> int:
     environment.enable_compile_cache()
     model = args.model
     if args.qwen_shape:
-        from random_model import make, qwen_shape
-
         model = args.qwen_shape
         if not model.exists():
             make(model, qwen_shape(args.layers))

@@ -13,9 +13,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.slow
 def test_a_slice_of_the_soak_passes_every_check(tmp_path):
-    script, out = ROOT / "experiments" / "soak" / "run.py", tmp_path / "soak.json"
+    out = tmp_path / "soak.json"
     options = ["--minutes", "0.5", "--context", "256", "--longest", "200", "--out", str(out)]
-    command = [sys.executable, str(script), *options]
+    command = [sys.executable, "-m", "experiments.soak.run", *options]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     result = json.loads(out.read_text())
