@@ -6,6 +6,7 @@ earlier observations.
 """
 
 from dataclasses import fields
+from math import inf
 from types import UnionType
 from typing import Any, get_args
 
@@ -49,11 +50,12 @@ def _parsed(name: str, key: str, value: str, annotation: Any) -> Any:
     try:
         if bool in kinds:
             return {"on": True, "off": False}[value]
-        if int in kinds and value.lstrip("-").isdigit():
+        if int in kinds and value.isdecimal():
             return int(value)
-        if float in kinds:
-            return float(value)
+        if float in kinds and 0 <= (number := float(value)) < inf:
+            return number
     except (KeyError, ValueError):
         pass
-    allowed = "on or off" if bool in kinds else "a number" if {int, float} & set(kinds) else "set from Python"
+    names = {bool: "on or off", float: "a number from 0", int: "a whole number from 0"}
+    allowed = next((said for kind, said in names.items() if kind in kinds), "set from Python")
     raise ValueError(f"policy {name!r}: option {key} must be {allowed}, got {value!r}")

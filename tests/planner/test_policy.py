@@ -275,6 +275,13 @@ def test_each_layer_of_the_default_can_be_taken_away(table):
     assert not get_policy("default:movement=off").moves and get_policy("default").moves
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "1e400", ""])
+@pytest.mark.parametrize("option", ["default:strength", "paper:epsilon", "paper:depth", "random:seed"])
+def test_numbers_that_no_option_means_are_refused(option, value):
+    with pytest.raises(ValueError, match="must be a (whole )?number from 0, got"):
+        get_policy(f"{option}={value}")
+
+
 def test_unknown_names_and_options_are_explained():
     with pytest.raises(ValueError, match="unknown policy 'papr'; choose from default, paper, static, uniform"):
         get_policy("papr")
@@ -282,7 +289,7 @@ def test_unknown_names_and_options_are_explained():
         get_policy("static", bits=3)
     with pytest.raises(ValueError, match="option routing must be on or off, got 'no'"):
         get_policy("default:routing=no")
-    with pytest.raises(ValueError, match="option residence must be a number, got '1.5'"):
+    with pytest.raises(ValueError, match="option residence must be a whole number from 0, got '1.5'"):
         get_policy("default:residence=1.5")
     with pytest.raises(ValueError, match="option floors must be set from Python"):
         get_policy("default:floors=1")
