@@ -213,18 +213,17 @@ def main() -> None:
         if not model.exists():
             make(model, qwen_shape(args.layers), fallback=True)
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint = None
+    named, checkpoint = model.name if model else "bundled", None
     if args.transformers:
         from pwjax.cli.export import export
 
-        checkpoint = args.out.parent / f"{model.name if model else 'bundled'}-hf"
+        checkpoint = args.out.parent / f"{named}-hf"
         if not checkpoint.exists():
             export(pwjax.Artifact.open(model or pwjax.bundled_model()), checkpoint, 16)
     rows = [measure(model, checkpoint, batch, args) for batch in args.batch]
     made = shown(rows, args.bits)
     print(made["decode"])
     settings = {name: value for name, value in vars(args).items() if not isinstance(value, Path | None)}
-    named = model.name if model else "bundled"
     tables.write(args.out, settings={**settings, "model": named}, load=os.getloadavg(), tables=made, rows=rows)
 
 

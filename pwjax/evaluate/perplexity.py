@@ -139,8 +139,9 @@ def measure_perplexity(
         raise UsageError(f"--stride must be from 1 to the window of {window} tokens, got {stride}")
     stride = min(stride, room)
     documents = heldout_documents() if documents is None else documents
-    cut_up = _windows(documents, tokenizer, config.vocab_size, window, stride, bos, max_tokens)
-    windows, owners, names, left_out = cut_up
+    windows, owners, names, left_out = _windows(
+        documents, tokenizer, config.vocab_size, window, stride, bos, max_tokens
+    )
     loading = lambda done, total: progress("loading blocks", done, total)  # noqa: E731
     if kv_trace is None:
         scorer = Scorer.load(
