@@ -24,10 +24,53 @@ def as_float(x: jax.Array) -> jax.Array:
     return widen(x) if x.dtype == jnp.uint16 else x.astype(jnp.float32)
 
 
+def row_sum(x: jax.Array) -> jax.Array:
+    """Sum of ``x`` [..., n], numbers from 0 on, over the last axis, kept as 1.
+
+    In one order whatever the number of rows: XLA's own sums take another from some number of rows on. A token's last
+    bits would then say how many were computed beside it, and a router or a rounding make more of them.
+    """
+    # Keeps products out of it, which may or may not be rounded before they are added, as loops come to be vectorized.
+    x = jnp.maximum(x, 0.0)
+    while (n := x.shape[-1]) > 1:
+        half = (n + 1) // 2
+        rest = x[..., half:]
+        if n % 2:
+            rest = jnp.pad(rest, [(0, 0)] * (x.ndim - 1) + [(0, 1)])
+        x = x[..., :half] + rest
+    return x
+
+
+@jax.custom_jvp
+def exponential(x: jax.Array) -> jax.Array:
+    """exp of ``x`` up to 0, within two units in the last place; below -87 as at -87.
+
+    The same bits whatever is computed beside them: XLA's differ where a loop is not vectorized. A power of two and a
+    polynomial of degree 6 on [-ln2/2, ln2/2], as in the kernels in C++.
+    """
+    x = jnp.maximum(x, -87.0)
+    n = jnp.round(x * 1.44269504)
+    f = (x - n * 0.693359375) + n * 2.12194440e-4
+    p = jnp.float32(1.9875691500e-4)
+    for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        p = p * f + c
+    p = p * (f * f) + f + 1.0
+    return lax.bitcast_convert_type((n.astype(jnp.int32) + 127) << 23, jnp.float32) * p
+
+
+exponential.defjvps(lambda tangent, result, x: tangent * result)
+
+
+def softmax(scores: jax.Array) -> jax.Array:
+    """Softmax of float32 ``scores`` over the last axis; a row does not depend on how many there are."""
+    shares = exponential(scores - lax.stop_gradient(scores.max(-1, keepdims=True)))
+    return shares / row_sum(shares)
+
+
 def rms_norm(x: jax.Array, scale: jax.Array | None, eps: float) -> jax.Array:
     """Root-mean-square norm over the last axis, times ``scale`` (None: 1), in float32."""
     x = x.astype(jnp.float32)
-    x = x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps)
+    x = x * lax.rsqrt(row_sum(x * x) / x.shape[-1] + eps)
     return x if scale is None else x * as_float(scale)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pallas_kernels.expert_ffn import dense_expert_ffn, expert_ffn
 from pallas_kernels.pages import Geometry
 from pwjax.config import ModelConfig
-from pwjax.models.layers import as_float, linear, rms_norm
+from pwjax.models.layers import as_float, linear, rms_norm, row_sum, softmax
 
 
 @partial(
@@ -90,10 +90,10 @@ def route_scaled(config: ModelConfig, params: dict, x: jax.Array) -> Routing:
 
 
 def _choose(config: ModelConfig, scores: jax.Array) -> Routing:
-    probs = jax.nn.softmax(scores, axis=-1)
+    probs = softmax(scores)
     weights, experts = jax.lax.top_k(probs, config.top_k)
     if config.norm_topk_prob:
-        weights = weights / weights.sum(-1, keepdims=True)
+        weights = weights / row_sum(weights)
     return Routing(weights, experts, weights, probs)
 
 

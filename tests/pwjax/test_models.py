@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 
 import pwjax
 from pwjax import models
 from pwjax.checkpoints.artifact import Artifact
 from pwjax.models import Decoder, Fresh
+from pwjax.models.layers import rms_norm, softmax
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +26,29 @@ def params(tiny_params):
 
 
 TOKENS = np.random.default_rng(0).integers(0, 300, (2, 12)).astype(np.int32)
+
+
+@pytest.mark.parametrize("columns", (1, 2, 7, 60, 256, 2816))
+@pytest.mark.parametrize("form", ("norm", "softmax"))
+def test_a_row_does_not_depend_on_the_number_of_rows(form, columns):
+    x = np.random.default_rng(columns).normal(size=(128, columns)).astype(np.float32)
+    exact = x.astype(np.float64)
+    if form == "norm":
+        run = jax.jit(lambda x: rms_norm(x, None, 1e-6))
+        want = exact / np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-6)
+    else:
+        x *= 30
+        run, want = jax.jit(softmax), scipy.special.softmax(30 * exact, axis=-1)
+    whole = np.asarray(run(x))
+    np.testing.assert_allclose(whole, want, rtol=2e-5, atol=1e-30)
+    for count in (1, 2, 8, 16, 64):
+        np.testing.assert_array_equal(run(x[:count]), whole[:count])
+
+
+def test_the_softmax_has_the_derivatives_of_a_softmax():
+    x = np.random.default_rng(0).normal(size=(3, 60)).astype(np.float32)
+    got, want = (jax.grad(lambda x, f=f: jnp.sum(jnp.sin(9 * f(x))))(x) for f in (softmax, jax.nn.softmax))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
 
 
 def test_padding_reaches_neither_outputs_nor_statistics(config, params):
