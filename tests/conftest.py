@@ -38,6 +38,16 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
+@pytest.fixture
+def exact_activations(monkeypatch):
+    """Inputs of products are not rounded, for comparisons with float32; whether they are rounded otherwise."""
+    from pallas_kernels import native
+
+    rounded = not native.problem() and native.activations() != "float32"
+    monkeypatch.setenv("PWJAX_ACTIVATIONS", "float32")
+    return rounded
+
+
 # A tiny quantized model with random weights, for every test that needs one on disk; made once a session.
 
 CORPUS = [

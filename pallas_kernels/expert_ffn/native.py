@@ -25,7 +25,7 @@ def native_expert_ffn(
 ) -> tuple[jax.Array, ...]:
     """Expert feed-forward as :func:`pallas_kernels.expert_ffn.reference.paged_expert_ffn`, one custom call.
 
-    Products and sums are float32; activations are not rounded. A row of the result depends on its token alone, bit for
+    Sums are float32; inputs of products are rounded as :func:`pallas_kernels.native.activations` says. A row of the result depends on its token alone, bit for
     bit, whatever is computed beside it. A page, expert or width out of range is an error of the call where the
     reference reads something else.
     """
@@ -53,5 +53,6 @@ def native_expert_ffn(
         gate_up=shape(geometry.gate_up),
         down=shape(geometry.down),
         activation=np.int64(ACTIVATIONS[activation]),
+        exact=native.exact(),
     )  # fmt: skip
     return (y, stats, (outer_moments, inner_moments)) if moments else (y, stats)

@@ -10,8 +10,9 @@ from pallas_kernels.linear.reference import Member, xla_linear
 def native_linear(x: jax.Array, kernel: Member, parts: int = 1) -> jax.Array:
     """As :func:`pallas_kernels.linear.linear`, one custom call; an index out of range is an error of the call.
 
-    Products and sums are float32, nothing is widened in memory, so ``parts`` mean nothing. A row of the result depends
-    on its own row of ``x`` alone, bit for bit, whatever is computed beside it.
+    Sums are float32; ``x`` is rounded as :func:`pallas_kernels.native.activations` says. Nothing is widened in memory,
+    so ``parts`` mean nothing. A row of the result depends on its own row of ``x`` alone, bit for bit, whatever is
+    computed beside it.
     """
     return _product(x, kernel)
 
@@ -32,7 +33,7 @@ def _product(x, kernel):
         ),
         vmap_method="sequential",
     )
-    return call(rows, stack, kernel.index)[0].reshape(*x.shape[:-1], -1)
+    return call(rows, stack, kernel.index, exact=native.exact())[0].reshape(*x.shape[:-1], -1)
 
 
 def _forward(x, kernel):

@@ -3,9 +3,14 @@ registered when first asked for.
 
 ``libpwjax.so`` is built by ``pip install`` where a C++ compiler is, or in a source tree by
 ``python setup.py build_ext --inplace``. Without it the rest of the package works.
+
+Where the processor multiplies bfloat16, the inputs of products and the entries of lookup tables are rounded to it, and
+sums are float32. ``PWJAX_ACTIVATIONS=float32`` in the environment keeps them as they are: the exact mode. It is read
+when a program is traced.
 """
 
 import ctypes
+import os
 import platform
 from functools import cache
 from pathlib import Path
@@ -24,13 +29,13 @@ def load() -> tuple[ctypes.CDLL | None, str]:
         return None, "not built: no C++ compiler was found when the package was installed"
     try:
         library = ctypes.CDLL(str(LIBRARY))
-        library.pwjax_instruction_set.restype = ctypes.c_char_p
+        library.pwjax_instruction_set.restype, library.pwjax_instruction_set.argtypes = ctypes.c_char_p, [ctypes.c_bool]
         for name, sizes in (("expert_ffn", 4), ("paged_attention", 5), ("linear", 2)):
             scratch = getattr(library, f"pwjax_{name}_scratch")
             scratch.restype, scratch.argtypes = ctypes.c_int64, [ctypes.c_int64] * sizes
     except (OSError, AttributeError) as error:  # an attribute is missing in a library built from older sources
         return None, f"built, but cannot be loaded: {error}"
-    if not library.pwjax_instruction_set():
+    if not library.pwjax_instruction_set(False):
         return None, "PWJAX_NATIVE_ISA names an instruction set that this processor does not have"
     for target in TARGETS:
         jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
@@ -41,12 +46,29 @@ def problem() -> str:
     """Why these kernels cannot be used here; empty if they can."""
     if jax.default_backend() != "cpu":
         return f"runs on CPUs, JAX's default backend is {jax.default_backend()}"
-    return load()[1]
+    library, problem = load()
+    asked = os.environ.get("PWJAX_ACTIVATIONS") or "bfloat16"
+    if library and asked not in ("bfloat16", "float32"):
+        return f"PWJAX_ACTIVATIONS is {asked!r}; it may be bfloat16 (the default) or float32"
+    return problem
+
+
+def exact() -> bool:
+    """Whether inputs of products are to be kept in float32 (``PWJAX_ACTIVATIONS=float32``)."""
+    return os.environ.get("PWJAX_ACTIVATIONS") == "float32"
 
 
 def instruction_set() -> str:
-    """``avx512``, ``avx2`` or ``portable``: what the kernels run on here. RuntimeError where they cannot be used."""
+    """``avx512_bf16``, ``avx512``, ``avx2`` or ``portable``: what products run on here.
+
+    RuntimeError where the kernels cannot be used.
+    """
     library, problem = load()
     if library is None:
         raise RuntimeError(f"native kernels on {platform.machine()}: {problem}")
-    return library.pwjax_instruction_set().decode()
+    return library.pwjax_instruction_set(exact()).decode()
+
+
+def activations() -> str:
+    """``bfloat16`` or ``float32``: what inputs of products are rounded to here."""
+    return "bfloat16" if instruction_set().endswith("bf16") else "float32"

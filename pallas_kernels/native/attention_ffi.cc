@@ -59,7 +59,7 @@ ffi::Error paged_attention(ffi::ThreadPool pool, In<ffi::F32, 4> q, ffi::AnyBuff
   call.seats = scratch->dimensions()[0] / Room(nullptr, call).floats;
   if (call.seats < 1) return refuse("the scratch is too small");
 
-  return carry_out(pool, refuse, [&](const InstructionSet& set, Team* team) { return set.paged_attention(call, team); });
+  return carry_out(pool, /*exact=*/true, refuse, [&](const InstructionSet& set, Team* team) { return set.paged_attention(call, team); });
 }
 
 auto paged_attention_binding() {

@@ -24,11 +24,14 @@ namespace {
 
 struct Isa {
   using V = __m256;
+  using W = V;
   using I = __m256i;
+  using Element = float;
   using Mode = FlushSubnormals;
   static constexpr int kLanes = 8, kTile = 3, kChunk = 32 * kLanes;
 
   static V zero() { return _mm256_setzero_ps(); }
+  static const float* elements(const float* in, float*) { return in; }
   static V spread(float x) { return _mm256_set1_ps(x); }
   static V load(const float* from) { return _mm256_loadu_ps(from); }
   static void store(float* to, V v) { _mm256_storeu_ps(to, v); }

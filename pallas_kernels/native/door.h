@@ -28,8 +28,8 @@ bool has_shape(const Buffer& buffer, std::initializer_list<int64_t> shape) {
 // Does a call that was found good, on this thread and those of XLA's pool that are free: `fill` gives a team its work on
 // the instruction set in use, and what it returns lives until the team is done. `refuse` makes an error of a sentence.
 template <class Refuse, class Fill>
-ffi::Error carry_out(ffi::ThreadPool& pool, const Refuse& refuse, const Fill& fill) {
-  const InstructionSet* set = instruction_set();
+ffi::Error carry_out(ffi::ThreadPool& pool, bool exact, const Refuse& refuse, const Fill& fill) {
+  const InstructionSet* set = instruction_set(exact);
   if (!set) return refuse("PWJAX_NATIVE_ISA names an instruction set that this processor does not have");
   auto team = std::make_shared<Team>();
   std::shared_ptr<void> work = fill(*set, team.get());

@@ -12,22 +12,26 @@
 
 namespace pwjax {
 
-const InstructionSet* instruction_set() {
-  static const InstructionSet* chosen = [] {
+const InstructionSet* instruction_set(bool exact) {
+  static const auto find = [](bool exact) -> const InstructionSet* {
     const char* wanted = std::getenv("PWJAX_NATIVE_ISA");
+    bool reached = !wanted || !*wanted;
     for (const InstructionSet& set : instruction_sets()) {
-      if (set.available && (!wanted || !*wanted || !std::strcmp(wanted, set.name))) return &set;
+      if (!set.available) continue;
+      reached = reached || !std::strcmp(wanted, set.name);
+      if (reached && !(exact && set.rounds)) return &set;
     }
-    return static_cast<const InstructionSet*>(nullptr);
-  }();
-  return chosen;
+    return nullptr;
+  };
+  static const InstructionSet* const found[] = {find(false), find(true)};
+  return found[exact];
 }
 
 ffi::Error expert_ffn(ffi::ThreadPool pool, In<ffi::F32, 2> x, In<ffi::S32, 2> experts_of, In<ffi::F32, 2> gates,
                       In<ffi::PRED, 1> valid, In<ffi::U32, 2> arena, In<ffi::S32, 2> bits, In<ffi::S32, 3> pages,
                       Out<ffi::F32, 2> y, Out<ffi::F32, 3> stats, Out<ffi::F32, 2> outer, Out<ffi::F32, 2> inner,
                       Out<ffi::F32, 1> scratch, ffi::Span<const int64_t> widths, ffi::Span<const int64_t> gate_up,
-                      ffi::Span<const int64_t> down, int64_t activation) {
+                      ffi::Span<const int64_t> down, int64_t activation, bool exact) {
   auto refuse = [](const std::string& why) { return ffi::Error::InvalidArgument("expert_ffn: " + why); };
   if (widths.size() != 3 || gate_up.size() != 3 || down.size() != 3) return refuse("misshapen attributes");
   auto dims = [](const auto& buffer) { return buffer.dimensions(); };
@@ -90,7 +94,7 @@ ffi::Error expert_ffn(ffi::ThreadPool pool, In<ffi::F32, 2> x, In<ffi::S32, 2> e
     }
   }
 
-  return carry_out(pool, refuse, [&](const InstructionSet& set, Team* team) { return set.expert_ffn(call, groups, team); });
+  return carry_out(pool, exact, refuse, [&](const InstructionSet& set, Team* team) { return set.expert_ffn(call, groups, team); });
 }
 
 auto expert_ffn_binding() {
@@ -111,7 +115,8 @@ auto expert_ffn_binding() {
       .Attr<ffi::Span<const int64_t>>("widths")   // lowest, highest, 16-bit fallback
       .Attr<ffi::Span<const int64_t>>("gate_up")  // rows, cols, lut_rows
       .Attr<ffi::Span<const int64_t>>("down")
-      .Attr<int64_t>("activation");
+      .Attr<int64_t>("activation")
+      .Attr<bool>("exact");  // inputs are not rounded
 }
 
 }  // namespace pwjax
@@ -121,8 +126,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(pwjax_expert_ffn, pwjax::expert_ffn, pwjax::expert
 extern "C" {
 
 // Name of the instruction set in use; empty if the one asked for does not work here.
-const char* pwjax_instruction_set() {
-  const pwjax::InstructionSet* set = pwjax::instruction_set();
+const char* pwjax_instruction_set(bool exact) {
+  const pwjax::InstructionSet* set = pwjax::instruction_set(exact);
   return set ? set->name : "";
 }
 

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "bfloat16.h"
 #include "call.h"
 #include "linear.h"
 #include "team.h"
@@ -25,11 +26,15 @@ PWJAX_DECLARE(portable)
 PWJAX_DECLARE(avx2)
 PWJAX_DECLARE(avx512)
 #endif
+#if PWJAX_BF16
+PWJAX_DECLARE(avx512_bf16)
+#endif
 #undef PWJAX_DECLARE
 
 struct InstructionSet {
   const char* name;
   bool available;
+  bool rounds;  // inputs of products to bfloat16
   ExpertFFN expert_ffn;
   PagedAttention paged_attention;
   LinearProduct linear;
@@ -44,17 +49,24 @@ inline const std::vector<InstructionSet>& instruction_sets() {
   static const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 #endif
-  static const std::vector<InstructionSet> sets = {
-#if defined(__x86_64__)
-      {"avx512", avx512, expert_ffn_avx512, paged_attention_avx512, linear_avx512},
-      {"avx2", avx2, expert_ffn_avx2, paged_attention_avx2, linear_avx2},
+#if PWJAX_BF16
+  static const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
 #endif
-      {"portable", true, expert_ffn_portable, paged_attention_portable, linear_portable},
+  static const std::vector<InstructionSet> sets = {
+#if PWJAX_BF16
+      {"avx512_bf16", bf16, true, expert_ffn_avx512_bf16, paged_attention_avx512_bf16, linear_avx512_bf16},
+#endif
+#if defined(__x86_64__)
+      {"avx512", avx512, false, expert_ffn_avx512, paged_attention_avx512, linear_avx512},
+      {"avx2", avx2, false, expert_ffn_avx2, paged_attention_avx2, linear_avx2},
+#endif
+      {"portable", true, false, expert_ffn_portable, paged_attention_portable, linear_portable},
   };
   return sets;
 }
 
-// The best that this processor has, or the one that PWJAX_NATIVE_ISA names; null if that one does not work here.
-const InstructionSet* instruction_set();
+// The best that this processor has, or the one that PWJAX_NATIVE_ISA names; null if that one does not work here. Where
+// `exact` is asked for, the best from there on that does not round.
+const InstructionSet* instruction_set(bool exact);
 
 }  // namespace pwjax

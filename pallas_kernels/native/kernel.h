@@ -1,9 +1,10 @@
-// expert_ffn for one instruction set. Included once by each of portable.cc, avx2.cc and avx512.cc, after `Isa` is
-// defined there; everything is in an unnamed namespace, so that no function compiled for one processor can be linked
-// into the code for another.
+// expert_ffn for one instruction set. Included once by each of portable.cc, avx2.cc, avx512.cc and avx512_bf16.cc, after
+// `Isa` is defined there; everything is in an unnamed namespace, so that no function compiled for one processor can be
+// linked into the code for another.
 //
-// Isa: V, a vector of kLanes floats; kTile, the tokens of a register tile; kChunk = 32 * kLanes columns, which it
-// decodes as 8 groups of 4 vectors in a column order of its own. Inputs are put into that order once, weights never.
+// Isa: V, a vector of kLanes floats, what sums are made in; Element, what inputs and decoded weights are multiplied as,
+// and W, a vector of those; kTile, the tokens of a register tile; kChunk = 32 * kLanes columns, which it decodes as 8
+// groups of kGroup vectors W in a column order of its own. Inputs are put into that order once, weights never.
 //
 // Every sum over columns has one order, chunk by chunk and group by group in one accumulator, whatever path it is
 // computed on and whatever else is computed beside it. A result so depends on its own row and token alone.
@@ -16,8 +17,16 @@ namespace {
 
 constexpr int64_t kStreamed = 8;  // up to so many tokens, decoded weights stay in registers or the first cache
 constexpr int64_t kStreamBand = 32;
-constexpr int64_t kBandFloats = 96 * 1024;  // decoded rows that stay in the second cache
+constexpr int64_t kBandBytes = 384 * 1024;  // decoded rows that stay in the second cache
 constexpr int64_t kBandRows = 48;
+
+using Element = Isa::Element;
+using W = Isa::W;
+constexpr int kGroup = Isa::kChunk / 8 / kElements<Element>;
+static_assert(sizeof(Element) <= sizeof(float), "rows of inputs are measured in floats");
+
+// Elements from one row of inputs to the next: a cache line more than they need, see kGap.
+inline int64_t row_elements(int64_t cols) { return padded(cols) - kGap + 64 / static_cast<int64_t>(sizeof(Element)); }
 
 // Four rows of a block at a compile-time width, 16 for bfloat16 rows.
 template <int B>
@@ -84,35 +93,37 @@ struct Tile {
     }
   }
 
-  PWJAX_INLINE void decode(float* out, int64_t stride) const {
+  PWJAX_INLINE void decode(Element* out, int64_t stride) const {
     for (int i = 0; i < kRows; ++i) {
       typename Isa::Codes codes;
       if constexpr (B != 16) Isa::template unpack<B>(words[i], at, &codes);
       PWJAX_UNROLL
       for (int g = 0; g < 8; ++g) {
-        V w[4];
+        W w[kGroup];
         values(codes, i, g, w);
-        for (int u = 0; u < 4; ++u) Isa::store(out + i * stride + (g * 4 + u) * Isa::kLanes, w[u]);
+        for (int u = 0; u < kGroup; ++u) Isa::store(out + i * stride + (g * kGroup + u) * kElements<Element>, w[u]);
       }
     }
   }
 
   // One token, planes: decoded weights never leave the registers. The rows take turns, so that their sums overlap.
-  PWJAX_INLINE void dot(const float* x, V* sum) const {
+  PWJAX_INLINE void dot(const Element* x, V* sum) const {
     typename Isa::Codes codes[kRows];
     for (int i = 0; i < kRows; ++i) Isa::template unpack<B>(words[i], at, &codes[i]);
     PWJAX_UNROLL
     for (int g = 0; g < 8; ++g) {
       for (int i = 0; i < kRows; ++i) {
-        V w[4];
+        W w[kGroup];
         values(codes[i], i, g, w);
-        for (int u = 0; u < 4; ++u) sum[i] = Isa::fma(w[u], Isa::load(x + (g * 4 + u) * Isa::kLanes), sum[i]);
+        for (int u = 0; u < kGroup; ++u) {
+          sum[i] = Isa::fma(w[u], Isa::load(x + (g * kGroup + u) * kElements<Element>), sum[i]);
+        }
       }
     }
   }
 
  private:
-  PWJAX_INLINE void values(const typename Isa::Codes& codes, int i, int g, V* w) const {
+  PWJAX_INLINE void values(const typename Isa::Codes& codes, int i, int g, W* w) const {
     if constexpr (B == 16) {
       Isa::dense_values(words[i][0] + at + g * 2 * Isa::kLanes, w);
     } else {
@@ -125,7 +136,7 @@ struct Tile {
 struct Rect {
   const Block& block;
   int64_t first, limit;
-  const float* const* x;
+  const Element* const* x;
   int64_t n;
   float* out;
   int64_t stride;
@@ -148,7 +159,7 @@ struct Rect {
 inline void stream_dense(const Rect& r) {
   constexpr int kTurns = ceil_div(16, Isa::kLanes);
   static_assert(kTurns <= kRows);
-  constexpr int64_t kStep = 2 * Isa::kLanes, kAhead = 2048;  // words: of four vectors, and until memory answers
+  constexpr int64_t kStep = 2 * Isa::kLanes, kAhead = 2048;  // words: of a group, and until memory answers
   const int64_t words = r.block.dense.row_words;
   for (int64_t row = r.first; row < r.limit; row += kTurns) {
     const uint32_t* from[kTurns];
@@ -165,9 +176,11 @@ inline void stream_dense(const Rect& r) {
           Isa::copy_part(pairs + Isa::kLanes, words - at - Isa::kLanes, part + Isa::kLanes);
           pairs = part;
         }
-        V w[4];
+        W w[kGroup];
         Isa::dense_values(pairs, w);
-        for (int u = 0; u < 4; ++u) sum[i] = Isa::fma(w[u], Isa::load(r.x[0] + 2 * at + u * Isa::kLanes), sum[i]);
+        for (int u = 0; u < kGroup; ++u) {
+          sum[i] = Isa::fma(w[u], Isa::load(r.x[0] + 2 * at + u * kElements<Element>), sum[i]);
+        }
       }
     }
     float sums[kRows];
@@ -200,13 +213,13 @@ void stream(const Rect& r) {
     V acc[kStreamed * kRows];
     for (int64_t i = 0; i < r.n * kRows; ++i) acc[i] = Isa::zero();
     for (int64_t c = 0; c < chunks; ++c) {
-      alignas(64) float weights[kRows * Isa::kChunk];
+      alignas(64) Element weights[kRows * Isa::kChunk];
       tile.go_to(c);
       tile.prefetch();
       tile.decode(weights, Isa::kChunk);
       for (int64_t t = 0; t < r.n; t += Isa::kTile) {
         int count = static_cast<int>(r.n - t < Isa::kTile ? r.n - t : Isa::kTile);
-        multiply(count, weights, Isa::kChunk, r.x + t, c * Isa::kChunk, 32, acc + t * kRows);
+        multiply(count, weights, Isa::kChunk, r.x + t, c * Isa::kChunk, 8 * kGroup, acc + t * kRows);
       }
     }
     for (int64_t t = 0; t < r.n; ++t) r.put(t, row, acc + t * kRows, tile.scale);
@@ -215,17 +228,17 @@ void stream(const Rect& r) {
 
 // Rows that are decoded together for many tokens.
 inline int64_t band_rows(int64_t cols) {
-  int64_t rows = kBandFloats / padded(cols) / kRows * kRows;
+  int64_t rows = kBandBytes / static_cast<int64_t>(sizeof(Element)) / row_elements(cols) / kRows * kRows;
   return rows < kRows ? kRows : rows > kBandRows ? kBandRows : rows;
 }
 
 template <int B>
 void band(const Rect& r) {
-  int64_t chunks = ceil_div(r.block.cols, Isa::kChunk), width = chunks * Isa::kChunk + kGap;
+  int64_t chunks = ceil_div(r.block.cols, Isa::kChunk), width = chunks * Isa::kChunk + 64 / sizeof(Element);
   int64_t most = band_rows(r.block.cols);
-  static thread_local std::vector<float> room;
-  room.resize(most * width + 16);
-  float* weights = room.data() + (64 - reinterpret_cast<uintptr_t>(room.data()) % 64) % 64 / 4;
+  static thread_local std::vector<Element> room;
+  room.resize(most * width + 64 / sizeof(Element));
+  Element* weights = room.data() + (64 - reinterpret_cast<uintptr_t>(room.data()) % 64) % 64 / sizeof(Element);
   for (int64_t first = r.first; first < r.limit; first += most) {
     int64_t limit = first + most < r.limit ? first + most : r.limit;
     float scale[kBandRows];
@@ -244,7 +257,7 @@ void band(const Rect& r) {
       // A chunk of the tokens stays in the first cache while all rows of the band pass.
       for (int64_t c = 0; c < chunks; ++c) {
         for (int64_t row = first; row < limit; row += kRows) {
-          multiply(count, weights + (row - first) * width + c * Isa::kChunk, width, r.x + t, c * Isa::kChunk, 32,
+          multiply(count, weights + (row - first) * width + c * Isa::kChunk, width, r.x + t, c * Isa::kChunk, 8 * kGroup,
                    acc + (row - first) * Isa::kTile);
         }
       }
@@ -288,13 +301,20 @@ struct Order {
 };
 
 // `in` [cols] in one of these orders, filled up with zeros to whole chunks.
-inline void reorder(const float* in, int64_t cols, bool pairs, float* out) {
+inline void reorder(const float* in, int64_t cols, bool pairs, Element* out) {
   static const Order orders[2] = {Order(Isa::plane_column), Order(Isa::pair_column)};
   const int32_t* column = orders[pairs].column;
-  for (; cols >= Isa::kChunk; cols -= Isa::kChunk, in += Isa::kChunk, out += Isa::kChunk) {
-    for (int at = 0; at < Isa::kChunk; ++at) out[at] = in[column[at]];
+  for (; cols > 0; cols -= Isa::kChunk, in += Isa::kChunk, out += Isa::kChunk) {
+    float filled[Isa::kChunk];
+    if (cols < Isa::kChunk) {
+      std::memcpy(filled, in, cols * sizeof(float));
+      std::fill(filled + cols, filled + Isa::kChunk, 0.0f);
+      in = filled;
+    }
+    Element room[Isa::kChunk];
+    const Element* from = Isa::elements(in, room);
+    for (int at = 0; at < Isa::kChunk; ++at) out[at] = from[column[at]];
   }
-  for (int at = 0; cols && at < Isa::kChunk; ++at) out[at] = column[at] < cols ? in[column[at]] : 0.0f;
 }
 
 // Eight sums that take turns: one fixed order that also vectorizes.
@@ -341,8 +361,8 @@ struct Run {
   Scratch scratch;
   Bands gate_up, down;
   bool planes = false, pairs = false;  // which orders of x are read
-  std::vector<std::vector<const float*>> outer, inner;  // of each group: what its choices read
-  std::vector<size_t> group_of;                         // of each choice; groups.size() where masked
+  std::vector<std::vector<const Element*>> outer, inner;  // of each group: what its choices read
+  std::vector<size_t> group_of;                           // of each choice; groups.size() where masked
 
   Run(const Call& c, const std::vector<Group>& g)
       : call(c), groups(g), scratch(c.scratch, c.tokens, c.top_k, c.hidden, c.inner), gate_up(g, 0, c.inner),
@@ -350,13 +370,16 @@ struct Run {
     for (size_t i = 0; i < groups.size(); ++i) {
       bool dense = groups[i].block[0].bits == 16;
       (dense ? pairs : planes) = true;
-      const float* from = dense ? scratch.x_pairs : scratch.x_planes;
       for (int64_t choice : groups[i].choices) {
         group_of[choice] = i;
-        outer[i].push_back(from + choice / call.top_k * padded(call.hidden));
-        inner[i].push_back(scratch.inner_ordered + choice * padded(call.inner));
+        outer[i].push_back(row(dense ? scratch.x_pairs : scratch.x_planes, choice / call.top_k, call.hidden));
+        inner[i].push_back(row(scratch.inner_ordered, choice, call.inner));
       }
     }
+  }
+
+  static Element* row(float* part, int64_t index, int64_t cols) {
+    return reinterpret_cast<Element*>(part) + index * row_elements(cols);
   }
 
   void token_in(int64_t t) {
@@ -364,8 +387,8 @@ struct Run {
     if (call.valid[t]) {
       const float* x = call.x + t * call.hidden;
       norm = square_norm(x, call.hidden);
-      if (planes) reorder(x, call.hidden, false, scratch.x_planes + t * padded(call.hidden));
-      if (pairs) reorder(x, call.hidden, true, scratch.x_pairs + t * padded(call.hidden));
+      if (planes) reorder(x, call.hidden, false, row(scratch.x_planes, t, call.hidden));
+      if (pairs) reorder(x, call.hidden, true, row(scratch.x_pairs, t, call.hidden));
     }
     for (int64_t j = 0; j < call.top_k; ++j) {
       float* stats = call.stats + (t * call.top_k + j) * 2;
@@ -395,7 +418,7 @@ struct Run {
     if (g == groups.size()) return;
     const float* in = scratch.inner + choice * call.inner;
     call.stats[choice * 2 + 1] = square_norm(in, call.inner);
-    reorder(in, call.inner, groups[g].block[1].bits == 16, scratch.inner_ordered + choice * padded(call.inner));
+    reorder(in, call.inner, groups[g].block[1].bits == 16, row(scratch.inner_ordered, choice, call.inner));
   }
 
   void down_band(int64_t item) {

@@ -8,7 +8,7 @@
 namespace pwjax {
 
 ffi::Error linear(ffi::ThreadPool pool, In<ffi::F32, 2> x, In<ffi::U16, 3> stack, In<ffi::S32, 0> index,
-                  Out<ffi::F32, 2> y, Out<ffi::F32, 1> scratch) {
+                  Out<ffi::F32, 2> y, Out<ffi::F32, 1> scratch, bool exact) {
   auto refuse = [](const std::string& why) { return ffi::Error::InvalidArgument("linear: " + why); };
   auto given = x.dimensions(), matrices = stack.dimensions();
   Linear call{};
@@ -30,7 +30,7 @@ ffi::Error linear(ffi::ThreadPool pool, In<ffi::F32, 2> x, In<ffi::U16, 3> stack
   call.y = y->typed_data();
   call.scratch = scratch->typed_data();
 
-  return carry_out(pool, refuse, [&](const InstructionSet& set, Team* team) { return set.linear(call, team); });
+  return carry_out(pool, exact, refuse, [&](const InstructionSet& set, Team* team) { return set.linear(call, team); });
 }
 
 auto linear_binding() {
@@ -40,7 +40,8 @@ auto linear_binding() {
       .Arg<In<ffi::U16, 3>>()   // matrices
       .Arg<In<ffi::S32, 0>>()   // which of them
       .Ret<In<ffi::F32, 2>>()   // y
-      .Ret<In<ffi::F32, 1>>();  // scratch
+      .Ret<In<ffi::F32, 1>>()   // scratch
+      .Attr<bool>("exact");     // inputs are not rounded
 }
 
 }  // namespace pwjax

@@ -11,7 +11,7 @@ struct Multiply {
   const int32_t page = 0;  // the matrix is one page, that an arena of its own begins with
   Block block;
   int64_t band;
-  std::vector<const float*> x;
+  std::vector<const Element*> x;
 
   explicit Multiply(const Linear& call) : a(call) {
     block.bits = 16;
@@ -20,10 +20,12 @@ struct Multiply {
     block.dense = Rows{a.weights, &page, 0, a.cols / 2, a.rows};
     const int64_t enough = ceil_div(kLinearWords, a.cols / 2);
     band = a.tokens <= kStreamed ? ceil_div(enough, kStreamBand) * kStreamBand : band_rows(a.cols);
-    for (int64_t t = 0; t < a.tokens; ++t) x.push_back(a.scratch + t * padded(a.cols));
+    for (int64_t t = 0; t < a.tokens; ++t) x.push_back(of_token(t));
   }
 
-  void token(int64_t t) { reorder(a.x + t * a.cols, a.cols, true, a.scratch + t * padded(a.cols)); }
+  Element* of_token(int64_t t) const { return reinterpret_cast<Element*>(a.scratch) + t * row_elements(a.cols); }
+
+  void token(int64_t t) { reorder(a.x + t * a.cols, a.cols, true, of_token(t)); }
 
   void rows_of(int64_t item) {
     const int64_t first = item * band, limit = first + band < a.rows ? first + band : a.rows;

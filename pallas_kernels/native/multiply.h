@@ -11,18 +11,23 @@ constexpr int kRows = 4;  // rows of a register tile
 
 using V = Isa::V;
 
+// Elements of a vector of them.
+template <class E>
+constexpr int kElements = Isa::kLanes * static_cast<int>(sizeof(float) / sizeof(E));
+
 // acc[t][i] += w row i times token t, over `vectors` vectors.
-template <int T>
-PWJAX_INLINE void multiply(const float* w, int64_t stride, const float* const* x, int64_t at, int vectors, V* acc) {
+template <int T, class E>
+PWJAX_INLINE void multiply(const E* w, int64_t stride, const E* const* x, int64_t at, int vectors, V* acc) {
+  using Vector = decltype(Isa::load(w));
   V sum[T][kRows];
   for (int t = 0; t < T; ++t) {
     for (int i = 0; i < kRows; ++i) sum[t][i] = acc[t * kRows + i];
   }
   for (int v = 0; v < vectors; ++v) {
-    V in[T];
-    for (int t = 0; t < T; ++t) in[t] = Isa::load(x[t] + at + v * Isa::kLanes);
+    Vector in[T];
+    for (int t = 0; t < T; ++t) in[t] = Isa::load(x[t] + at + v * kElements<E>);
     for (int i = 0; i < kRows; ++i) {
-      V row = Isa::load(w + i * stride + v * Isa::kLanes);
+      Vector row = Isa::load(w + i * stride + v * kElements<E>);
       for (int t = 0; t < T; ++t) sum[t][i] = Isa::fma(row, in[t], sum[t][i]);
     }
   }
@@ -31,8 +36,8 @@ PWJAX_INLINE void multiply(const float* w, int64_t stride, const float* const* x
   }
 }
 
-inline void multiply(int tokens, const float* w, int64_t stride, const float* const* x, int64_t at, int vectors,
-                     V* acc) {
+template <class E>
+void multiply(int tokens, const E* w, int64_t stride, const E* const* x, int64_t at, int vectors, V* acc) {
   static_assert(Isa::kTile <= 6, "add the missing cases");
   switch (tokens) {
     case 1: return multiply<1>(w, stride, x, at, vectors, acc);

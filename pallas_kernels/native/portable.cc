@@ -16,12 +16,15 @@ namespace {
 
 struct Isa {
   typedef float V __attribute__((vector_size(16)));
+  using W = V;
+  using Element = float;
   static constexpr int kLanes = 4, kTile = 3, kChunk = 32 * kLanes;
   struct Mode {
     Mode() {}
   };
 
   static V zero() { return V{}; }
+  static const float* elements(const float* in, float*) { return in; }
   static V spread(float x) { return V{x, x, x, x}; }
   static V load(const float* from) {
     V v;

@@ -42,7 +42,7 @@ class TestInterpreted(ExpertFFN):
 
     @pytest.mark.parametrize("tokens", (1, 20))
     def test_rows_of_several_tiles(self, tokens):
-        self.check(WIDE, layer_of(WIDE), tokens, 3)
+        self.check(WIDE, tokens, 3)
 
 
 class TestInterpretedQuickly(ExpertFFN):
@@ -52,7 +52,7 @@ class TestInterpretedQuickly(ExpertFFN):
 
     @pytest.mark.parametrize(("tokens", "skew"), [(2, True), (65, False)])
     def test_equals_the_oracle(self, tokens, skew):
-        self.check("odd columns", layer_of("odd columns"), tokens, tokens, skew)
+        self.check("odd columns", tokens, tokens, skew)
 
     test_no_valid_token_gives_zero = None
     test_a_row_does_not_depend_on_its_neighbours = None

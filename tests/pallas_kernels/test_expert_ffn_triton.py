@@ -55,7 +55,7 @@ class TestInterpreted(ExpertFFN):
     @pytest.mark.parametrize("case", [name for name in CASES if name != WIDE])
     @pytest.mark.parametrize(("tokens", "skew"), [(2, False), (7, True)])
     def test_equals_the_oracle(self, case, tokens, skew):
-        self.check(case, layer_of(case), tokens, tokens, skew)
+        self.check(case, tokens, tokens, skew)
 
     @pytest.mark.parametrize(
         ("case", "bits"),
@@ -66,7 +66,7 @@ class TestInterpreted(ExpertFFN):
         ],
     )
     def test_every_width(self, case, bits):
-        self.check(case, layer_of(case, bits), 1, bits)
+        self.check(case, 1, bits, width=bits)
 
     def test_many_choices_take_the_reference(self):
         geometry, activation = CASES["odd columns"]

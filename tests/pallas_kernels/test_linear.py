@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from lesser_sets import run_again
 
+from pallas_kernels import native
 from pallas_kernels.linear import Member, linear, problems
 
 # Rows and columns: one row, parts of registers and of tiles, several chunks and items of work.
@@ -25,13 +26,17 @@ class Linear:
 
     implementation: str
 
+    def read(self, x):
+        """``x`` as it is multiplied."""
+        return x
+
     @pytest.mark.parametrize(("rows", "cols"), SHAPES)
     @pytest.mark.parametrize("tokens", (1, 3, 8, 20))
     def test_equals_the_oracle(self, rows, cols, tokens):
         x, bits, weights = make(rows, cols, tokens)
         run = jax.jit(lambda x, stack, i: linear(x, Member(stack, i), implementation=self.implementation))
         for index in (0, 2):
-            np.testing.assert_allclose(run(x, bits, index), x @ weights[index].T, atol=2e-5)
+            np.testing.assert_allclose(run(x, bits, index), self.read(x) @ weights[index].T, atol=2e-5)
 
     @pytest.mark.parametrize("lead", ((), (2, 3)))
     def test_a_matrix_by_itself_and_any_leading_axes(self, lead):
@@ -39,7 +44,7 @@ class Linear:
         x = x[0] if not lead else x.reshape(*lead, 40)
         y = linear(x, jnp.asarray(bits[1]), parts=4, implementation=self.implementation)
         assert y.shape == (*lead, 24)
-        np.testing.assert_allclose(y, x @ weights[1].T, atol=2e-5)
+        np.testing.assert_allclose(y, self.read(x) @ weights[1].T, atol=2e-5)
 
     def test_the_gradient_by_the_input(self):
         x, bits, weights = make(24, 40, 3)
@@ -47,7 +52,7 @@ class Linear:
         def loss(x):
             return jnp.sum(jnp.sin(linear(x, jnp.asarray(bits[0]), parts=2, implementation=self.implementation)))
 
-        want = np.cos(x @ weights[0].T) @ weights[0]
+        want = np.cos(self.read(x) @ weights[0].T) @ weights[0]
         np.testing.assert_allclose(jax.jit(jax.grad(loss))(x), want, atol=2e-5)
 
 
@@ -58,6 +63,9 @@ class TestXla(Linear):
 @pytest.mark.skipif(bool(problems()["native"]), reason=problems()["native"])
 class TestNative(Linear):
     implementation = "native"
+
+    def read(self, x):
+        return x.astype(ml_dtypes.bfloat16).astype(x.dtype) if native.activations() == "bfloat16" else x
 
     @pytest.mark.parametrize(("rows", "cols"), SHAPES)
     def test_bits_of_a_row_are_those_of_any_other_program(self, rows, cols):
@@ -77,6 +85,17 @@ class TestNative(Linear):
     @pytest.mark.parametrize("instructions", ["portable", "avx2"])
     def test_lesser_instruction_sets(self, instructions):
         run_again(__file__, "TestNative and (oracle or program or range)", instructions)
+
+
+class TestNativeExact(TestNative):
+    """The same with an input that is not rounded."""
+
+    @pytest.fixture(autouse=True)
+    def exact(self, exact_activations):
+        if not exact_activations:
+            pytest.skip("the other tests are exact")
+
+    test_lesser_instruction_sets = None
 
 
 def test_matrices_of_a_stack_are_not_copied():
