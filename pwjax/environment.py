@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels import chosen_kernels
+from pallas_kernels import chosen_kernels, native
 
 DISTRIBUTIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "scipy", "safetensors", "tokenizers")
 OPTIONAL_DISTRIBUTIONS = ("jax-cuda13-plugin", "jax-triton", "triton", "torch", "transformers", "matplotlib", "lm-eval")
@@ -32,7 +32,8 @@ def base_versions() -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     """What results depend on: :func:`base_versions`, and the kernels that run here. JSON-ready."""
-    return base_versions() | {"kernels": chosen_kernels()}
+    kernels = chosen_kernels()
+    return base_versions() | {"kernels": f"native, {native.instruction_set()}" if kernels == "native" else kernels}
 
 
 def optional_versions() -> dict[str, str | None]:

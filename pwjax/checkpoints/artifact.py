@@ -1,7 +1,7 @@
 """A quantized model on disk: opened with every cheap check, verified to the last byte on request."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -40,16 +40,19 @@ class Artifact:
 
     @classmethod
     def open(cls, path: str | os.PathLike) -> "Artifact":
-        """Open ``path`` and check manifest, file sizes, and names, types and shapes of all tensors.
+        """Open ``path``; check manifest, file sizes, sha256 of small files, and names, types and shapes of all tensors.
 
-        Raises ArtifactError that names everything missing, extra or misshapen. Page contents are checked when they
-        are read, or by :meth:`verify`.
+        Raises ArtifactError that names everything missing, extra, changed or misshapen. Pages and the tensors that are
+        not paged are checked when they are read, or all by :meth:`verify`.
         """
         path = Path(path)
         finish_write(path)
         manifest, config, geometry = manifests.read(path)
         artifact = cls(path, config, geometry, manifest)
+        checked_later = (manifests.DENSE, f"{manifests.PAGES}/")
         problems = artifact._file_problems()
+        if not problems:
+            problems = artifact._changed(n for n in manifest["files"] if not n.startswith(checked_later))
         if not problems:
             problems = artifact._tensor_problems()
         if problems:
@@ -155,13 +158,11 @@ class Artifact:
         ``progress`` is called with each file's name before it is read. Corrupted pages are named.
         """
         problems = self._file_problems()
-        for name, facts in self.manifest["files"].items():
+        for name in self.manifest["files"]:
             if any(problem.startswith(f"{name} ") for problem in problems):
                 continue
             progress(name)
-            if manifests.file_sha256(self.path / name) == facts["sha256"]:
-                continue
-            problems.append(f"{name} has another sha256 than the manifest says")
+            problems += self._changed([name])
         page_files = {f"{manifests.PAGES}/{f(i)}" for i in range(self.config.num_layers) for f in (page_file, crc_file)}
         if not any(problem.split(" ")[0] in page_files and "sha256" not in problem for problem in problems):
             with self.host_store() as store:
@@ -173,15 +174,22 @@ class Artifact:
                         problems.append(f"{name} has {len(bad)} corrupted pages: {shown}")
         return problems
 
+    def _changed(self, names: Iterable[str]) -> list[str]:
+        """A sentence for each file whose sha256 is not the manifest's; ArtifactError if one cannot be read."""
+        problems = []
+        for name in names:
+            try:
+                same = manifests.file_sha256(self.path / name) == self.manifest["files"][name]["sha256"]
+            except OSError as error:
+                raise ArtifactError(f"cannot read {self.path / name}: {error}") from error
+            if not same:
+                problems.append(f"{name} has another sha256 than the manifest says")
+        return problems
+
     def _check_dense(self) -> None:
         """ArtifactError unless ``dense.safetensors`` has the manifest's sha256."""
-        path = self.path / manifests.DENSE
-        try:
-            changed = manifests.file_sha256(path) != self.manifest["files"][manifests.DENSE]["sha256"]
-        except OSError as error:
-            raise ArtifactError(f"cannot read {path}: {error}") from error
-        if changed:
-            raise ArtifactError(f"{path} is corrupted: its sha256 is not the manifest's")
+        if self._changed([manifests.DENSE]):
+            raise ArtifactError(f"{self.path / manifests.DENSE} is corrupted: its sha256 is not the manifest's")
 
     def _dense_tensor(self, name: str, index: int | None = None) -> np.ndarray:
         """One tensor that is not paged, or one layer of it."""

@@ -54,6 +54,8 @@ def kernels(platforms: set[str]) -> dict[str, str]:
         state = {which: f"unavailable: {why}" if why else "available" for which, why in problems.items()}
         if state["native"] == "available":
             state["native"] += f", {native.instruction_set()} instructions"
+            if name != "paged_attention":
+                state["native"] += f", {native.activations()} activations"
         found |= {f"{name}/{which}": what for which, what in state.items()}
     return found
 

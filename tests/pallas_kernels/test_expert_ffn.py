@@ -246,7 +246,7 @@ class TestNative(ExpertFFN):
         with pytest.raises(jax.errors.JaxRuntimeError, match="does not fit in a page"):
             jax.block_until_ready(expert_ffn(*tokens, arena[:, :16], bits, pages, GEOMETRY, "native"))
 
-    @pytest.mark.parametrize("instructions", ["portable", "avx2"])
+    @pytest.mark.parametrize("instructions", ["portable", "avx2", "avx512"])
     def test_lesser_instruction_sets(self, instructions):
         run_again(__file__, "TestNative and (every_width or range or row_are or odd)", instructions)
 

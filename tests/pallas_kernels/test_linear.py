@@ -82,7 +82,7 @@ class TestNative(Linear):
         with pytest.raises(jax.errors.JaxRuntimeError, match=f"matrix {index} is not one of 3"):
             jax.block_until_ready(linear(x, Member(jnp.asarray(bits), jnp.int32(index)), implementation="native"))
 
-    @pytest.mark.parametrize("instructions", ["portable", "avx2"])
+    @pytest.mark.parametrize("instructions", ["portable", "avx2", "avx512"])
     def test_lesser_instruction_sets(self, instructions):
         run_again(__file__, "TestNative and (oracle or program or range)", instructions)
 

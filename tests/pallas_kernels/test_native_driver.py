@@ -10,7 +10,7 @@ NATIVE = Path(__file__).parents[2] / "pallas_kernels" / "native"
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 # Driver: sources that it runs, and what it prints at the end.
 DRIVERS = {
-    "native_driver": (("portable", "avx2", "avx512"), "portable checked"),
+    "native_driver": (("portable", "avx2", "avx512", "avx512_bf16"), "portable checked"),
     "kmeans_driver": (("kmeans",), "kmeans checked"),
 }
 

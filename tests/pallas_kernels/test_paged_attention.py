@@ -248,7 +248,7 @@ class TestNative(PagedAttention):
             with pytest.raises(jax.errors.JaxRuntimeError, match=message):
                 jax.block_until_ready(self.run(*wrong))
 
-    @pytest.mark.parametrize("instructions", ["portable", "avx2"])
+    @pytest.mark.parametrize("instructions", ["portable", "avx2", "avx512"])
     def test_lesser_instruction_sets(self, instructions):
         run_again(__file__, "TestNative and (heads or ring or row_are or page)", instructions)
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -14,10 +15,12 @@ from safetensors.numpy import load_file, save_file
 from pwjax import quantization
 from pwjax.checkpoints import writer as writers
 from pwjax.checkpoints.artifact import Artifact
+from pwjax.checkpoints.manifest import file_sha256
 from pwjax.checkpoints.tables import write_tables
 from pwjax.checkpoints.tree import EXPERTS, dense_shapes, flatten, param_shapes, unflatten
 from pwjax.config import ModelConfig
 from pwjax.errors import ArtifactError, CheckpointError, UsageError
+from pwjax.loading import bundled_model
 from pwjax.models import init_params
 from pwjax.quantization import quantize
 
@@ -104,7 +107,7 @@ def test_calibration_names_the_table_that_the_planner_takes(copy):
     tables["residual/weights"] = np.zeros((2, 5, 4))
     save_file(tables, path)
     manifest["calibration"] |= {"damage": ["paper", "output"], "default": "output"}
-    manifest["files"]["calibration/tables.safetensors"]["bytes"] = path.stat().st_size
+    manifest["files"]["calibration/tables.safetensors"] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
     (copy / "manifest.json").write_text(json.dumps(manifest))
     artifact = Artifact.open(copy)
     table, paper = artifact.table(), artifact.table(preferred="paper")
@@ -123,7 +126,7 @@ def test_calibration_names_the_table_that_the_planner_takes(copy):
     assert artifact.table("paper").heads.form == "paper", "the paper's residual goes with the paper's table"
     del tables["residual/low"]
     save_file(tables, path)
-    manifest["files"]["calibration/tables.safetensors"]["bytes"] = path.stat().st_size
+    manifest["files"]["calibration/tables.safetensors"] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
     (copy / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ArtifactError, match="residual/low"):
         Artifact.open(copy).table()
@@ -247,12 +250,19 @@ def test_open_names_missing_extra_and_misshapen_tensors(copy):
         assert words in str(caught.value)
 
 
-def test_a_flipped_bit_outside_of_the_pages_is_found_when_it_is_read(copy):
-    data = bytearray((copy / "dense.safetensors").read_bytes())
-    data[-5] ^= 1
-    (copy / "dense.safetensors").write_bytes(data)
-    with pytest.raises(ArtifactError, match=r"dense\.safetensors is corrupted"):
-        Artifact.open(copy).dense_params()
+def test_a_flipped_bit_outside_of_the_pages_is_found_before_it_is_used(tmp_path):
+    copy = tmp_path / "demo.pw"
+    shutil.copytree(bundled_model(), copy)
+    names = [name for name in Artifact.open(copy).manifest["files"] if not name.startswith("pages/")]
+    assert {"dense.safetensors", "calibration/tables.safetensors", "tokenizer.json"} <= set(names)
+    for name in names:
+        whole = (copy / name).read_bytes()
+        data = bytearray(whole)
+        data[len(data) // 2] ^= 1
+        (copy / name).write_bytes(data)
+        with pytest.raises(ArtifactError, match=rf"{re.escape(name)} (is corrupted|has another sha256)"):
+            Artifact.open(copy).dense_params()
+        (copy / name).write_bytes(whole)
 
 
 @pytest.mark.parametrize(

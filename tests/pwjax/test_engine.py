@@ -7,6 +7,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
+from pager_rig import FreeCopies
 from prompts import PROMPTS
 
 import pwjax
@@ -43,7 +44,7 @@ def dense_greedy(artifact: Artifact, prompt: tuple[int, ...], count: int, expert
 
 
 @pytest.mark.parametrize("bits", [16, 6, 2])
-def test_generation_equals_the_dense_form_with_the_same_weights(open_tiny, tiny_artifact, bits):
+def test_generation_equals_the_dense_form_with_the_same_weights(exact_activations, open_tiny, tiny_artifact, bits):
     artifact = Artifact.open(tiny_artifact)
     with open_tiny(400, bits=bits, kv_dtype="float32") as engine:
         results = engine.generate(PROMPTS[:3], GREEDY)
@@ -54,7 +55,7 @@ def test_generation_equals_the_dense_form_with_the_same_weights(open_tiny, tiny_
             assert result.finish_reason == "length"
 
 
-def test_functional_forward_equals_the_dense_form(open_tiny, tiny_artifact):
+def test_functional_forward_equals_the_dense_form(exact_activations, open_tiny, tiny_artifact):
     artifact = Artifact.open(tiny_artifact)
     tokens = np.arange(24, dtype=np.int32).reshape(2, 12) * 7 % 300
     with open_tiny(bits=4) as engine, engine.frozen() as (params, table, arena):
@@ -93,7 +94,7 @@ def test_pieces_concatenate_to_the_text(open_tiny):
 def test_precision_moves_with_the_kv_cache(open_tiny, tmp_path):
     long = pwjax.SamplingParams(max_tokens=110, ignore_eos=True)
     # A clock that stands still: pacing would make what moves depend on the speed of the machine.
-    still = Injected(clock=lambda: 0.0)
+    still = Injected(transfer=FreeCopies, clock=lambda: 0.0)
     with open_tiny(log=tmp_path / "log.jsonl", injected=still) as engine:
         requests = [pwjax.Request(f"r{i}", PROMPTS[i % 6], None, long) for i in range(12)]
         requests += [pwjax.Request("last", PROMPTS[0], None, long)]

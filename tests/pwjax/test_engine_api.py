@@ -40,15 +40,16 @@ def test_what_is_no_prompt_is_named(engine, prompt):
     assert engine.idle
 
 
-def test_settling_counts_like_generating(engine):
-    plan = pwjax.plan(engine.observe(), target_bytes=1 << 14)
-    with engine.frozen():
-        for change in (engine.settle, engine.step, lambda: engine.apply(plan), lambda: engine.generate("x", FOUR)):
-            with pytest.raises(pwjax.PWJaxError, match="frozen"):
-                change()
-    engine.apply(plan)
-    engine.settle()
-    precision = engine.stats()["precision"]
+def test_settling_counts_like_generating(open_tiny):
+    with open_tiny() as engine:  # its own: what others left on its way would count too
+        plan = pwjax.plan(engine.observe(), target_bytes=1 << 14)
+        with engine.frozen():
+            for change in (engine.settle, engine.step, lambda: engine.apply(plan), lambda: engine.generate("x", FOUR)):
+                with pytest.raises(pwjax.PWJaxError, match="frozen"):
+                    change()
+        engine.apply(plan)
+        engine.settle()
+        precision = engine.stats()["precision"]
     assert precision["mean_bits_min"] == precision["mean_bits_end"] < precision["mean_bits_start"]
 
 

@@ -3,12 +3,12 @@
 import json
 
 import pytest
+from pager_rig import FreeCopies
 
 from pwjax.checkpoints.artifact import Artifact
 from pwjax.engine.trace import Arrival, read_trace, run_trace
 from pwjax.errors import UsageError
 from pwjax.loading import Injected, load, open_model, outlook
-from pwjax.memory import ThreadTransfer
 from pwjax.simulate import simulate
 
 # What leaves an engine's programs, moves and pages in different use.
@@ -30,7 +30,7 @@ def limit(tiny_artifact, budget_for):
     return budget_for(tiny_artifact, 290, batch=4)
 
 
-class Punctual(ThreadTransfer):
+class Punctual(FreeCopies):
     """Copies that have landed by the next boundary, as simulated ones have."""
 
     def submit(self, job):
