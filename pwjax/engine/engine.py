@@ -30,7 +30,8 @@ from pwjax.engine.shadow import share_of
 from pwjax.engine.statistics import run_statistics
 from pwjax.engine.steps import Sampled
 from pwjax.engine.submission import checked
-from pwjax.errors import PWJaxError, UsageError
+from pwjax.engine.unbroken import unbroken
+from pwjax.errors import PromptError, PWJaxError, UsageError
 from pwjax.memory import PageTable
 from pwjax.memory.arena import free
 
@@ -51,12 +52,21 @@ class Engine:
         self._dispatcher = Dispatcher(parts)
         self._relief = Relief(parts, self.boundaries, self.scheduler)
         self._refused: list[Completion] = []
+        self._kept: list[Piece | Completion] = []  # events that nobody has taken yet
         self._locked = self._stepping = False
 
     # Requests
 
     def submit(self, request: Request) -> None:
-        """Queue a request; what can never run is refused with a completion, not an exception."""
+        """Queue a request; what can never run is refused with a completion, not an exception.
+
+        PromptError where a request with the same id has not ended, or its completion was not taken yet.
+        """
+        self._open()
+        if request.key in self._active:
+            raise PromptError(
+                f"there is a request with the id {request.id!r} already; let it end, cancel it, or give another id"
+            )
         try:
             request = checked(self.parts, request, self.boundaries.frozen)
         except PWJaxError as error:
@@ -75,12 +85,11 @@ class Engine:
         """Completions of ``prompts`` (strings or requests), in their order.
 
         ``sampling`` is one for all prompts or one a prompt; requests carry their own. PromptError for a prompt that
-        can never run.
+        can never run. Other requests go on meanwhile; what becomes final of them, their own :meth:`stream` or the next
+        :meth:`step` returns.
         """
         frozen = self.boundaries.frozen
-        requests = [checked(self.parts, r, frozen) for r in as_requests(prompts, sampling)]
-        done = {c.id: c for c in self.stream(requests) if isinstance(c, Completion)}
-        return [done[r.id] for r in requests]
+        return self._run([checked(self.parts, r, frozen) for r in as_requests(prompts, sampling)])
 
     def score(self, texts: str | Seq[int] | Request | Iterable[str | Seq[int] | Request]) -> list[np.ndarray]:
         """Log-probabilities float32[n - 1] of each text's tokens after its first, at the bits in force.
@@ -89,12 +98,11 @@ class Engine:
         chunks, along with whatever else runs. PromptError where a text can never run, BudgetError where the program
         does not fit the budget.
         """
-        requests = [checked(self.parts, r, self.boundaries.frozen) for r in as_scored(texts)]
-        done = {c.id: c for c in self.stream(requests) if isinstance(c, Completion)}
-        for completion in done.values():
+        done = self._run([checked(self.parts, r, self.boundaries.frozen) for r in as_scored(texts)])
+        for index, completion in enumerate(done):
             if completion.scores is None:
-                raise PWJaxError(f"text {completion.id} could not be scored: {completion.error}")
-        return [np.array(done[r.id].scores, np.float32) for r in requests]
+                raise PWJaxError(f"text {index} could not be scored: {completion.error}")
+        return [np.array(completion.scores, np.float32) for completion in done]
 
     def stream(
         self,
@@ -103,21 +111,32 @@ class Engine:
     ) -> Iterator[Piece | Completion]:
         """Submit what :meth:`generate` takes; yield text as it becomes final, and each completion when it ends.
 
-        A prompt that can never run gives a completion that says so. Leaving the iterator early cancels what still
-        runs.
+        A prompt that can never run gives a completion that says so. Leaving the iterator early cancels those of its
+        requests that still run. Other requests go on meanwhile, and streams may be read in turns.
         """
         self._unlocked()
-        for request in as_requests(prompts, sampling):
-            self.submit(request)
+        requests = as_requests(prompts, sampling)
+        own = {request.key for request in requests}
+        if taken := own & self._active:
+            raise PromptError(
+                f"there is a request with the id {min(taken)!r} already; let it end, cancel it, or give other ids"
+            )
         try:
-            while not self.idle:
-                yield from self.step()
+            for request in requests:
+                self.submit(request)
+            while own & self._active:
+                if not any(str(event.id) in own for event in self._kept):
+                    self._kept = self.step()
+                mine = [event for event in self._kept if str(event.id) in own]
+                self._kept = [event for event in self._kept if str(event.id) not in own]
+                yield from mine
         finally:
-            self.cancel()
+            self.cancel(own)
 
     def cancel(self, ids: Iterable[str | int] | None = None) -> list[Completion]:
         """Stop the requests of ``ids`` (None: all); returns what those that had begun had, with reason ``length``."""
         wanted = None if ids is None else {str(name) for name in ids}
+        self._kept = [event for event in self._kept if wanted is not None and str(event.id) not in wanted]
         scheduler = self.scheduler
         stopped = [s for s in (*scheduler.running, *scheduler.waiting) if wanted is None or s.request.key in wanted]
         if stopped:
@@ -133,14 +152,25 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing runs or waits."""
-        return self.scheduler.idle and not self._refused
+        """Whether nothing runs or waits, and nothing that became final waits to be taken."""
+        return self.scheduler.idle and not self._refused and not self._kept
 
     # The loop
 
     def step(self) -> list[Piece | Completion]:
-        """One turn: boundary, admission, one prefill chunk, one decode dispatch. Returns what became final."""
+        """One turn: boundary, admission, one prefill chunk, one decode dispatch. Returns what became final.
+
+        Ctrl-C is raised when the turn is over; the next step returns what became final in it.
+        """
         self._unlocked(boundary=True)
+        with unbroken() as interrupted:
+            events, self._kept = self._kept + self._turn(), []
+        if interrupted:
+            self._kept = events
+            raise KeyboardInterrupt
+        return events
+
+    def _turn(self) -> list[Piece | Completion]:
         events: list[Piece | Completion] = list(self._refused)
         self._refused.clear()
         with self._between_dispatches(), jax.profiler.TraceAnnotation("boundary"):
@@ -263,8 +293,10 @@ class Engine:
         """Run boundaries without the policy until no move is left; PWJaxError after ``timeout_s`` seconds."""
         self._unlocked(boundary=True)
         self.boundaries.log("settle")
-        with self._between_dispatches():
+        with unbroken() as interrupted, self._between_dispatches():
             self.boundaries.settle(timeout_s)
+        if interrupted:
+            raise KeyboardInterrupt
 
     def freeze(self) -> np.ndarray:
         """Keep the committed bits from now on, queued moves dropped; returns them, int32[n]."""
@@ -313,6 +345,19 @@ class Engine:
 
     # Small helpers
 
+    def _run(self, requests: list[Request]) -> list[Completion]:
+        """Completions of checked requests, in their order; PWJaxError where one was cancelled."""
+        done = {c.id: c for c in self.stream(requests) if isinstance(c, Completion)}
+        if lost := [r.id for r in requests if r.id not in done]:
+            raise PWJaxError(f"the request with the id {lost[0]!r} was cancelled before it had ended")
+        return [done[r.id] for r in requests]
+
+    @property
+    def _active(self) -> set[str]:
+        """Ids of requests that have not ended, or whose last event nobody has taken."""
+        waiting = [s.request.key for s in (*self.scheduler.running, *self.scheduler.waiting)]
+        return {*waiting, *(str(event.id) for event in (*self._refused, *self._kept))}
+
     def _sequence(self, request: Request) -> Sequence:
         seed = request.sampling.seed
         if seed is None:
@@ -331,9 +376,12 @@ class Engine:
         finally:
             self._stepping = False
 
-    def _unlocked(self, boundary: bool = False) -> None:
+    def _open(self) -> None:
         if self.parts.arena.array.is_deleted():
             raise PWJaxError("the engine is closed; make another one with pwjax.load")
+
+    def _unlocked(self, boundary: bool = False) -> None:
+        self._open()
         if self._locked:
             raise PWJaxError("the engine is frozen: leave the engine.frozen() block before it can step or apply a plan")
         if boundary and self._stepping:

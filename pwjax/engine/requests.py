@@ -124,17 +124,18 @@ def as_requests(
 
 
 def as_scored(texts: str | Sequence[int] | Request | Iterable[str | Sequence[int] | Request]) -> list[Request]:
-    """Requests of what :meth:`Engine.score` takes, their index as id. PromptError."""
+    """Requests of what :meth:`Engine.score` takes, ids after their index. PromptError."""
     one = isinstance(texts, str | Request) or (isinstance(texts, Sequence) and texts and type(texts[0]) is int)
     items: list[Any] = list(texts) if isinstance(texts, Iterable) and not one else [texts]
     requests = []
     for index, item in enumerate(items):
+        name = f"score {index}"  # whatever ids others have
         if isinstance(item, Request):
-            requests.append(replace(item, id=index, score=True))
+            requests.append(replace(item, id=name, score=True))
         elif isinstance(item, str):
-            requests.append(Request(index, item, score=True))
+            requests.append(Request(name, item, score=True))
         else:
-            requests.append(Request(index, None, item, score=True))
+            requests.append(Request(name, None, item, score=True))
     return requests
 
 

@@ -1,6 +1,7 @@
 """The engine as a library: what it takes, and what it says when it is handed something else."""
 
 import json
+import signal
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import pwjax
 from planner import uniform
 from pwjax.engine.boundary import PHASES
+from pwjax.engine.sequence import Completion
 from pwjax.errors import UsageError
 from pwjax.loading import open_model
 
@@ -51,6 +53,104 @@ def test_settling_counts_like_generating(open_tiny):
         engine.settle()
         precision = engine.stats()["precision"]
     assert precision["mean_bits_min"] == precision["mean_bits_end"] < precision["mean_bits_start"]
+
+
+def requests_of(ids, tokens):
+    sampling = pwjax.SamplingParams(max_tokens=tokens, ignore_eos=True)
+    return [pwjax.Request(i, f"{i} quick brown", None, sampling) for i in ids]
+
+
+def test_what_runs_beside_a_call_is_neither_lost_nor_taken_for_its_own(open_tiny):
+    with open_tiny(bits=4) as engine:
+        alone = {c.id: c.text for c in engine.generate(requests_of("abcd", 30))}
+        mine, other = requests_of("ab", 30), requests_of("cd", 30)
+        for request in mine:
+            engine.submit(request)
+        assert {c.id: c.text for c in engine.generate(other)} == {i: alone[i] for i in "cd"}
+        assert len(engine.score(["The quick brown fox"])) == 1
+        done = {}
+        while not engine.idle:
+            done |= {e.id: e.text for e in engine.step() if isinstance(e, Completion)}
+        assert done == {i: alone[i] for i in "ab"}
+
+        streams = {i: engine.stream(requests_of(i, 30)) for i in "abc"}
+        texts = dict.fromkeys("abc", "")
+        while streams:
+            for i, stream in list(streams.items()):
+                event = next(stream, None)
+                if event is None:
+                    del streams[i]
+                elif not isinstance(event, Completion):
+                    assert event.id == i
+                    texts[i] += event.text
+                if i == "c":
+                    stream.close()  # leaving one stops its own request only
+                    streams.pop(i, None)
+        assert texts["a"] == alone["a"] and texts["b"] == alone["b"] and engine.idle
+
+
+def test_an_id_in_use_is_refused(open_tiny):
+    with open_tiny(bits=4) as engine:
+        engine.submit(pwjax.Request(0, "The quick", None, FOUR))
+        for call in (
+            lambda: engine.submit(pwjax.Request("0", "The", None, FOUR)),
+            lambda: engine.generate("The"),
+            lambda: list(engine.stream("The")),
+        ):
+            with pytest.raises(pwjax.PromptError, match="a request with the id '?0'? already"):
+                call()
+        (completion,) = [e for e in run_out(engine) if isinstance(e, Completion)]
+        assert completion.id == 0 and completion.generated_tokens == 4
+        assert len(engine.generate("The quick", FOUR)) == 1
+
+
+def run_out(engine):
+    while not engine.idle:
+        yield from engine.step()
+
+
+def test_what_is_cancelled_in_a_call_is_named(open_tiny):
+    with open_tiny(bits=4) as engine:
+        end = engine.on_boundary(lambda boundary: engine.cancel() if boundary.index == 3 else None)
+        with pytest.raises(pwjax.PWJaxError, match="id 'a' was cancelled before it had ended"):
+            engine.generate(requests_of("a", 60))
+        end()
+        engine.on_boundary(lambda boundary: engine.close())
+        with pytest.raises(pwjax.PWJaxError, match="cancelled|closed"):
+            engine.generate(requests_of("a", 60))
+        with pytest.raises(pwjax.PWJaxError, match="closed"):
+            engine.submit(requests_of("b", 4)[0])
+
+
+@pytest.mark.parametrize("phase", [*PHASES])
+def test_ctrl_c_leaves_a_step_whole(open_tiny, phase):
+    with open_tiny(bits=4) as engine:
+        expected = {c.id: c.text for c in engine.generate(requests_of("ab", 40))}
+        before = signal.getsignal(signal.SIGINT)
+        turns = []
+
+        def press(boundary):
+            if boundary.phase == phase:
+                turns.append(boundary.index)
+                if len(turns) % 3 == 0:
+                    signal.raise_signal(signal.SIGINT)
+
+        engine.on_boundary(press)
+        for request in requests_of("ab", 40):
+            engine.submit(request)
+        done, interrupts = {}, 0
+        while not engine.idle:
+            try:
+                done |= {e.id: e.text for e in engine.step() if isinstance(e, Completion)}
+            except KeyboardInterrupt:
+                interrupts += 1
+        assert done == expected and interrupts > 2 and signal.getsignal(signal.SIGINT) is before
+        with pytest.raises(KeyboardInterrupt):
+            for _ in range(6):
+                engine.generate("The quick", pwjax.SamplingParams(max_tokens=40, ignore_eos=True))
+        engine.cancel()
+        engine.parts.pager.check_invariants()
+        engine.parts.kv.check_invariants()
 
 
 def test_a_closed_engine_says_so(open_tiny):
