@@ -1,6 +1,7 @@
 """What-if: the engine's own loop, scheduler, KV pages, pager and policy over a trace, without weights or steps.
 
-A simulated copy lands at the next boundary, an unknown prompt routes as calibration text did, and every request
+A simulated copy lands at the next boundary, and is committed when the pace of moves allows it: programs and pages take
+about the time that they take an engine. An unknown prompt routes as calibration text did, and every request
 generates all of its tokens. Prompts are drawn as for an engine, so none begin alike. The rest is the code that an
 engine runs, so pages are counted as it counts them.
 """
@@ -27,6 +28,9 @@ from pwjax.memory import KVPages, PageAllocator, Pager, PageTableState, Prefixes
 from pwjax.memory.arena import COMMIT_WIDTHS
 from pwjax.memory.transfer import StagedPages, TransferJob
 from pwjax.run_summary import sparkline
+
+# What a page takes in a commit, and its copy from steps: some work of its own, and the memory that it passes through.
+PAGE_S, PAGE_BYTES_S = 3e-5, 2e9
 
 
 @dataclass
@@ -71,9 +75,16 @@ class Simulation:
         return "\n".join(lines)
 
 
-def simulate(view: Outlook, arrivals: list[Arrival]) -> Simulation:
-    """Run a trace under the budget and policy of ``view``, which must fit; once a view."""
-    engine = simulated_engine(view)
+def simulate(
+    view: Outlook, arrivals: list[Arrival], step_s: float = 0.02, page_s: float | None = None
+) -> Simulation:
+    """Run a trace under the budget and policy of ``view``, which must fit; once a view.
+
+    ``step_s``: seconds of a program, ``page_s``: of moving a page (None: after its size; 0: moves are not paced).
+    """
+    if page_s is None:
+        page_s = PAGE_S + view.memory.page_bytes / PAGE_BYTES_S
+    engine = simulated_engine(view, step_s=step_s, page_s=page_s)
     parts, result = engine.parts, Simulation(budget_bytes=view.memory.budget_bytes)
 
     def watch(step: int) -> None:
@@ -91,29 +102,48 @@ def simulate(view: Outlook, arrivals: list[Arrival]) -> Simulation:
     return result
 
 
-def simulated_engine(view: Outlook, token_ms: float = 0.0, damage_per_ms: float | None = None) -> Engine:
+def simulated_engine(
+    view: Outlook, token_ms: float = 0.0, damage_per_ms: float | None = None, step_s: float = 0.0, page_s: float = 0.0
+) -> Engine:
     """An engine without weights, for :func:`simulate` and experiments; once a view.
 
-    ``token_ms``: what a prompt's token is taken to need, which is all the time that passes; ``damage_per_ms`` as in
-    :func:`pwjax.load`.
+    ``token_ms``: what a prompt's token is taken to need, for the price of evicting it; ``damage_per_ms`` as in
+    :func:`pwjax.load`; ``step_s`` and ``page_s`` as in :func:`simulate`.
     """
-    parts = _parts(view)
+    time = _Time(step_s, page_s)
+    parts = _parts(view, time)
     if damage_per_ms is not None:
         parts = parts._replace(damage_per_ms=damage_per_ms)
-    return _SimulatedEngine(parts, view.running_bytes, token_ms)
+    return _SimulatedEngine(parts, view.running_bytes, token_ms, time)
 
 
-def _parts(view: Outlook) -> Parts:
+class _Time:
+    """The clock of a simulation: programs and pages let time pass."""
+
+    def __init__(self, step_s: float, page_s: float):
+        self.step_s, self.page_s, self.now_s = step_s, page_s, 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def step(self) -> None:
+        self.now_s += self.step_s
+
+    def commit(self, pages: int) -> None:
+        self.now_s += pages * self.page_s
+
+
+def _parts(view: Outlook, time: _Time) -> Parts:
     """An engine's parts: bookkeeping is real, whatever would hold weights or do arithmetic is not."""
     shapes, memory, table, config = view.shapes, view.memory, view.plan.table, view.shapes.config
     # They stand in for an arena and a transfer, of which only this much is used.
-    arena: Any = _NoArena(shapes.geometry.page_words)
-    transfer: Any = _NextBoundary(shapes.geometry.page_words)
+    arena: Any = _NoArena(shapes.geometry.page_words, time)
+    transfer: Any = _NextBoundary(shapes.geometry.page_words, time)
     allocator = PageAllocator(memory.num_pages)
     page_table = PageTableState(config.num_layers, config.num_experts, shapes.geometry)
     pager = Pager(
         arena, allocator, page_table, shapes.geometry, transfer,
-        staging_pages=memory.staging_pages, clock=lambda: 0.0,
+        staging_pages=memory.staging_pages, clock=time,
     )  # fmt: skip
     page_table_size = page_table_bytes(config, shapes.geometry)
     meter = _Predicted(held_bytes=memory.dense_bytes + memory.arena_bytes + page_table_size, pager=pager)
@@ -132,9 +162,9 @@ def _parts(view: Outlook) -> Parts:
 
 
 class _SimulatedEngine(Engine):
-    def __init__(self, parts: Parts, running_bytes: dict[str, int], token_ms: float):
+    def __init__(self, parts: Parts, running_bytes: dict[str, int], token_ms: float, time: _Time):
         super().__init__(parts)
-        self._dispatcher = _NoDispatches(parts, running_bytes, token_ms)  # pyright: ignore[reportAttributeAccessIssue]
+        self._dispatcher = _NoDispatches(parts, running_bytes, token_ms, time)  # pyright: ignore[reportAttributeAccessIssue]
         self.boundaries.routing = _AsCalibrated(parts.table)
 
 
@@ -146,13 +176,14 @@ class _AsCalibrated(RoutingRecord):
 class _NoDispatches:
     """Advances sequences as ``Dispatcher`` would."""
 
-    def __init__(self, parts: Parts, running_bytes: dict[str, int], token_ms: float):
-        self._parts, self._running_bytes, self._token_ms = parts, running_bytes, token_ms
+    def __init__(self, parts: Parts, running_bytes: dict[str, int], token_ms: float, time: _Time):
+        self._parts, self._running_bytes, self._token_ms, self._time = parts, running_bytes, token_ms, time
         config = parts.shapes.config
         self._token = next(i for i in range(config.vocab_size) if i not in config.eos_token_ids)
 
     def prefill(self, sequence: Sequence):
         meter = self._parts.meter
+        self._time.step()
         self._parts.kv.copies.clear()
         bucket, count = self._parts.shapes.cut(sequence.prefill_target - sequence.kv_tokens)
         meter.observe(self._running_bytes[program_name(("prefill", bucket))])
@@ -163,6 +194,7 @@ class _NoDispatches:
 
     def decode(self, running, limits):
         meter, steps = self._parts.meter, self._parts.shapes.decode_tokens
+        self._time.step()
         live = np.arange(steps)[:, None] < np.array(limits)
         meter.observe(self._running_bytes[program_name(("decode", steps))])
         for slot, sequence in enumerate(running):
@@ -183,12 +215,12 @@ class _NoArena:
 
     page_widths = COMMIT_WIDTHS
 
-    def __init__(self, page_words: int):
-        self.page_words = page_words
+    def __init__(self, page_words: int, time: _Time):
+        self.page_words, self._time = page_words, time
         self.array = SimpleNamespace(is_deleted=lambda: False, delete=lambda: None)
 
     def commit_pages(self, ids, words) -> None:
-        pass
+        self._time.commit(len(ids))
 
     def wait(self) -> None:
         pass
@@ -197,14 +229,14 @@ class _NoArena:
 class _NextBoundary:
     """Copies that have always landed by the next boundary."""
 
-    def __init__(self, page_words: int):
-        self._page_words = page_words
+    def __init__(self, page_words: int, time: _Time):
+        self._page_words, self._time = page_words, time
 
     def submit(self, job: TransferJob):
         shapes = [(width, self._page_words) for width in job.chunks]
         # Views of one word: their shape is looked at, their contents go nowhere.
         words: Any = tuple(np.broadcast_to(np.uint32(0), shape) for shape in shapes)
-        staged = StagedPages(words, len(job.pages))
+        staged = StagedPages(words, len(job.pages), taken_s=len(job.pages) * self._time.page_s)
         return SimpleNamespace(done=lambda: True, result=lambda: staged, cancel=lambda: None)
 
     def close(self) -> None:

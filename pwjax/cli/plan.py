@@ -28,7 +28,7 @@ PARTS = {
               help="Say how the bits were chosen; of BLOCK (a number, or layer.expert.matrix) in full.")
 @click.option("--trace", metavar="FILE", help="What would happen: play arrivals and lengths from a JSONL file.")
 @click.option("--step-ms", type=click.FloatRange(min=0, min_open=True), default=20.0, show_default=True,
-              help="With --trace: time of a step, for requests that arrive at a second.")
+              help="With --trace: time of a step, for requests that arrive at a second and for the pace of moves.")
 @json_option
 @quiet_option
 def command(
@@ -77,7 +77,7 @@ def command(
     if arrivals and summary["fits"]:
         from pwjax.simulate import simulate
 
-        played = simulate(view, arrivals)
+        played = simulate(view, arrivals, step_ms / 1000)
         summary["trace"] = {**played.to_json(), "text": played.render()}
     if found is not None:
         summary["bytes"] = found

@@ -22,6 +22,7 @@ from pwjax.engine.sequence import Completion
 from pwjax.errors import UsageError
 
 KEYS = ("at_step", "arrival_s", "prompt_tokens", "max_tokens")
+MOST = 10**18  # what 64 bits hold
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,8 @@ def _arrival(line: str, where: str, step_ms: float) -> Arrival:
     for name, least in (("at_step", 0), ("prompt_tokens", 1), ("max_tokens", 1)):
         if name == "at_step" and "arrival_s" in value:
             continue
-        if type(value.get(name)) is not int or value[name] < least:
-            raise UsageError(f"{where}: {name} must be a whole number of at least {least}, got {value.get(name)!r}")
+        if type(value.get(name)) is not int or not least <= value[name] < MOST:
+            raise UsageError(f"{where}: {name} must be a whole number from {least} to 10^18, got {value.get(name)!r}")
     seconds = value.get("arrival_s", 0)
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds < 1e9:
         raise UsageError(f"{where}: arrival_s must be seconds from 0, got {seconds!r}")

@@ -39,13 +39,13 @@ class Punctual(FreeCopies):
         return handle
 
 
-# No time passes, so movement is not paced; in a simulation it is free.
+# No time passes, so movement is not paced; in a simulation without cost neither.
 NO_TIME = Injected(transfer=Punctual, clock=lambda: 0.0)
 
 
 def simulated(path, memory_budget, policy, trace=BURST):
     view = outlook(Artifact.open(path), memory_budget_bytes=memory_budget, batch=4, policy=policy)
-    return simulate(view, trace)
+    return simulate(view, trace, page_s=0.0)
 
 
 @pytest.mark.parametrize("policy", ["default", "paper", "uniform-dynamic", "static"])
@@ -106,6 +106,17 @@ def test_peaks_of_the_bundled_model_are_predicted(name):
     assert found.peak_bytes == pytest.approx(stats["memory"]["peak_bytes"], rel=0.01)
 
 
+@pytest.mark.parametrize("policy", ["default", pytest.param("uniform-dynamic", marks=pytest.mark.slow)])
+def test_what_waits_for_its_turn_is_in_the_predicted_peak(policy):
+    # Promotions come in between, and in an engine are staged, waiting, when the next prompt's program runs.
+    trace, shape = [Arrival(25 * i, 50, 30) for i in range(6)], {"batch": 8, "policy": policy}
+    found = simulate(outlook(open_model(None), memory_budget_bytes=22 << 20, **shape), trace)
+    with load(None, 22 << 20, **shape) as engine:
+        run_trace(engine, trace)
+        peak = engine.stats()["memory"]["peak_bytes"]
+    assert found.peak_bytes == pytest.approx(peak, rel=0.01)
+
+
 def test_traces_are_read_and_sorted(tmp_path):
     path = tmp_path / "trace.jsonl"
     path.write_text(
@@ -122,6 +133,7 @@ def test_traces_are_read_and_sorted(tmp_path):
         ("{", "not JSON"),
         (json.dumps({"at_step": 1, "arrival_s": 1, "prompt_tokens": 1, "max_tokens": 1}), "exactly one of"),
         (json.dumps({"at_step": -1, "prompt_tokens": 1, "max_tokens": 1}), "at_step must be a whole number"),
+        (json.dumps({"at_step": 10**30, "prompt_tokens": 1, "max_tokens": 1}), "at_step must be a whole number from 0"),
         (json.dumps({"at_step": 1, "prompt_tokens": 0, "max_tokens": 1}), "prompt_tokens must be"),
         (json.dumps({"at_step": 1, "prompt_tokens": 1}), "max_tokens must be"),
         (json.dumps({"arrival_s": "x", "prompt_tokens": 1, "max_tokens": 1}), "arrival_s must be seconds"),
