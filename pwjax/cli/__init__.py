@@ -81,8 +81,9 @@ def cli() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (default: this process's) and return its exit code; never raises."""
+    interrupts = Interrupts()
     try:
-        with Interrupts():
+        with interrupts:
             code = cli.main(args=None if argv is None else list(argv), prog_name="pwjax", standalone_mode=False)
         # A pipe that was closed early shows here, while it can still be handled.
         sys.stdout.flush()
@@ -115,6 +116,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The lower packages report bad values so, with a sentence of their own.
         return _fail(str(error), 1)
     except Exception as error:
+        if isinstance(error, ImportError) and interrupts.requested:  # packages make one of what stops their import
+            return _fail("interrupted", 130)
         return _fail(_unexpected(error), 1)
 
 

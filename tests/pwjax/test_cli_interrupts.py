@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pwjax.cli import cli, main
 from pwjax.cli.interrupts import Interrupts
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
@@ -96,3 +97,19 @@ def test_an_interrupted_process_has_the_exit_code_whatever_the_interpreter_does_
     command = [sys.executable, "-m", "pwjax", "doctor"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (130, "partial") and done.stderr.strip() == "error: interrupted"
+
+
+def test_an_interrupted_import_is_an_interrupt_and_a_broken_one_is_not(monkeypatch, capsys):
+    def broken(**_):
+        raise ImportError("encountered an error while initializing the extension")
+
+    def interrupted(**_):
+        try:
+            hit(signal.SIGINT)
+        except KeyboardInterrupt:
+            broken()
+
+    for behaviour, code, words in ((interrupted, 130, "interrupted"), (broken, 1, "ImportError")):
+        monkeypatch.setattr(cli, "main", behaviour)
+        assert main(["version"]) == code
+        assert words in capsys.readouterr().err
