@@ -32,8 +32,13 @@ def base_versions() -> dict[str, str]:
 
 def versions() -> dict[str, str]:
     """What results depend on: :func:`base_versions`, and the kernels that run here. JSON-ready."""
-    kernels = chosen_kernels()
-    return base_versions() | {"kernels": f"native, {native.instruction_set()}" if kernels == "native" else kernels}
+    return base_versions() | {"kernels": kernels()}
+
+
+def kernels() -> str:
+    """The kernels that programs are compiled with from now on, with the instruction set where they have one."""
+    chosen = chosen_kernels()
+    return f"{chosen}, {native.instruction_set()}" if chosen == "native" else chosen
 
 
 def optional_versions() -> dict[str, str | None]:

@@ -53,19 +53,22 @@ def expert_ffn(
     name = dispatch.choose("expert_ffn", implementation, IMPLEMENTATIONS, PROBLEMS)
     if activation not in ACTIVATIONS:
         raise ValueError(f"unknown activation {activation!r}; choose from {', '.join(ACTIVATIONS)}")
-    return _expert_ffn(geometry, name, activation, moments, x, experts_of, gates, valid, arena, bits, pages)
+    read = x, experts_of, gates, valid, arena, bits, pages
+    return _expert_ffn(geometry, name, native.exact(), activation, moments, *read)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _expert_ffn(geometry, name, activation, moments, *read):
-    return dispatch.call(name, IMPLEMENTATIONS, read, geometry, activation, moments)
+# What the environment says is an argument: JAX keeps what it has traced.
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+def _expert_ffn(geometry, name, exact, activation, moments, *read):
+    implementations = IMPLEMENTATIONS | {"native": partial(native_expert_ffn, exact=exact)}
+    return dispatch.call(name, implementations, read, geometry, activation, moments)
 
 
-def _forward(geometry, name, activation, moments, *read):
-    return _expert_ffn(geometry, name, activation, moments, *read), read
+def _forward(*static_and_read):
+    return _expert_ffn(*static_and_read), static_and_read[5:]
 
 
-def _backward(geometry, name, activation, moments, read, cotangents):
+def _backward(geometry, name, exact, activation, moments, read, cotangents):
     """Cotangents of ``x`` and ``gates``, on the XLA path whatever the forward ran on; the weights are constants.
 
     The forward is computed again: what it would have kept is a dequantized copy of every expert in use.

@@ -22,10 +22,12 @@ def native_expert_ffn(
     geometry: Geometry,
     activation: str = "silu",
     moments: bool = False,
+    exact: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Expert feed-forward as :func:`pallas_kernels.expert_ffn.reference.paged_expert_ffn`, one custom call.
 
-    Sums are float32; inputs of products are rounded as :func:`pallas_kernels.native.activations` says. A row of the
+    Sums are float32; inputs of products and entries of tables are rounded to bfloat16 where the processor multiplies
+    that, unless they are to be ``exact``. A row of the
     result depends on its token alone, bit for bit, whatever is computed beside it. A page, expert or width out of range
     is an error of the call where the reference reads something else.
     """
@@ -53,6 +55,6 @@ def native_expert_ffn(
         gate_up=shape(geometry.gate_up),
         down=shape(geometry.down),
         activation=np.int64(ACTIVATIONS[activation]),
-        exact=native.exact(),
+        exact=exact,
     )  # fmt: skip
     return (y, stats, (outer_moments, inner_moments)) if moments else (y, stats)

@@ -1,5 +1,7 @@
 """The product in C++ on CPUs: weights are read as they are, threads split their rows."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -14,11 +16,12 @@ def native_linear(x: jax.Array, kernel: Member, parts: int = 1) -> jax.Array:
     so ``parts`` mean nothing. A row of the result depends on its own row of ``x`` alone, bit for bit, whatever is
     computed beside it.
     """
-    return _product(x, kernel)
+    return _product(native.exact(), x, kernel)
 
 
-@jax.custom_vjp
-def _product(x, kernel):
+# What the environment says is an argument: JAX keeps what it has traced.
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(exact, x, kernel):
     library, _ = native.load()
     assert library is not None, "the dispatcher asks problem() first"
     stack, rows = kernel.stack, x.reshape(-1, x.shape[-1])
@@ -33,14 +36,14 @@ def _product(x, kernel):
         ),
         vmap_method="sequential",
     )
-    return call(rows, stack, kernel.index, exact=native.exact())[0].reshape(*x.shape[:-1], -1)
+    return call(rows, stack, kernel.index, exact=exact)[0].reshape(*x.shape[:-1], -1)
 
 
-def _forward(x, kernel):
-    return _product(x, kernel), (x, kernel)
+def _forward(exact, x, kernel):
+    return _product(exact, x, kernel), (x, kernel)
 
 
-def _backward(read, cotangent):
+def _backward(exact, read, cotangent):
     """The cotangent of ``x``, on XLA; weights are constants."""
     x, kernel = read
     return jax.vjp(lambda x: xla_linear(x, kernel), x)[1](cotangent)[0], None

@@ -17,6 +17,7 @@ from jax import lax
 
 from pallas_kernels.pages import Geometry
 from planner import BlockTable, Plan, get_policy
+from pwjax import environment
 from pwjax.config import ModelConfig
 from pwjax.engine.budget import STAND_IN_PAGES, MemoryPlan, ProgramSizes, page_table_bytes, remembered_sizes, tree_bytes
 from pwjax.engine.weights import params_spec
@@ -76,9 +77,13 @@ def token_nll(
     return (nll, hidden) if shapes.hidden else (nll,)
 
 
-@lru_cache(maxsize=8)
 def compile_score(shapes: ScoreShapes, num_pages: int) -> jax.stages.Compiled:
     """Program ``(params, arena, table, tokens, lengths) -> (nll, ...)`` of :func:`token_nll`."""
+    return _compile_score(shapes, num_pages, environment.kernels())
+
+
+@lru_cache(maxsize=8)
+def _compile_score(shapes: ScoreShapes, num_pages: int, _kernels: str) -> jax.stages.Compiled:
     spec: Any = jax.ShapeDtypeStruct  # stands for arrays wherever these are declared
     config, geometry = shapes.config, shapes.geometry
     blocks = (config.num_layers, config.num_experts, 2)

@@ -8,6 +8,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # tests import families.py by name
 
 
+@pytest.fixture(scope="module", autouse=True)
+def exact():
+    """Nothing is rounded: what is compared with computes in float32."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PWJAX_ACTIVATIONS", "float32")
+        yield
+
+
 @pytest.fixture(scope="session")
 def saved_family(tmp_path_factory):
     """``saved_family(family, **changes) -> (model, directory)``, made once a session for equal arguments."""

@@ -242,7 +242,10 @@ def test_doctor_and_version(capsys, monkeypatch, tmp_path):
     assert report["kernels"]["expert_ffn/xla"] == report["kernels"]["paged_attention/xla"] == "available"
     state = report["kernels"]["expert_ffn/native"]
     assert state.startswith("unavailable: ") or state in {
-        f"available, {name} instructions" for name in ("avx512", "avx2", "portable")
+        f"available, {name} instructions, {kept} activations"
+        for name, kept in (
+            ("avx512_bf16", "bfloat16"), ("avx512", "float32"), ("avx2", "float32"), ("portable", "float32")
+        )
     }
     # Each cache counts what is its own.
     sizes = {"step sizes": 3, "compiled": 5}

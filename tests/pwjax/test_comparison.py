@@ -17,6 +17,14 @@ FOX = "The quick brown fox jumps over the lazy dog. "
 TEXTS = [Document("fox", FOX * 6), Document("code", "def f(x): return x\n" * 9)]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def exact():
+    """Nothing is rounded: runs are compared with the dense model's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PWJAX_ACTIVATIONS", "float32")
+        yield
+
+
 @pytest.fixture(scope="module")
 def runs(tiny_artifact):
     artifact = Artifact.open(tiny_artifact)

@@ -96,7 +96,7 @@ def test_standard_error_treats_windows_as_samples():
 
 
 @pytest.mark.parametrize("bits", [16, 3])
-def test_equals_the_dense_model(tiny_artifact, tokenizer, bits):
+def test_equals_the_dense_model(exact_activations, tiny_artifact, tokenizer, bits):
     artifact = Artifact.open(tiny_artifact)
     windows = list(cut(tokenize(Document("t", TEXT), tokenizer, 300), 32, 20))
     assert len(windows[-1].tokens) < 32  # the ragged one too
