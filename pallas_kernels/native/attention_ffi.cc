@@ -9,11 +9,6 @@
 
 namespace pwjax {
 
-int64_t threads() {
-  static const int64_t cores = std::max<int64_t>(1, std::thread::hardware_concurrency());
-  return cores;
-}
-
 ffi::Error paged_attention(ffi::ThreadPool pool, In<ffi::F32, 4> q, ffi::AnyBuffer fresh_k, ffi::AnyBuffer fresh_v,
                            In<ffi::S32, 0> start, In<ffi::U32, 2> arena, In<ffi::S32, 4> table,
                            In<ffi::S32, 1> length, In<ffi::S32, 0> layer, Out<ffi::F32, 4> out,
@@ -55,7 +50,7 @@ ffi::Error paged_attention(ffi::ThreadPool pool, In<ffi::F32, 4> q, ffi::AnyBuff
   call.scratch = scratch->typed_data();
   if (std::string problem = attention_problem(call); !problem.empty()) return refuse(problem);
   if (call.items() == 0) return ffi::Error::Success();
-  call.threads = threads();
+  call.threads = processors();
   call.seats = scratch->dimensions()[0] / Room(nullptr, call).floats;
   if (call.seats < 1) return refuse("the scratch is too small");
 
@@ -91,7 +86,7 @@ extern "C" int64_t pwjax_paged_attention_scratch(int64_t slots, int64_t queries,
   call.heads = heads;
   call.kv_heads = kv_heads;
   call.dim = dim;
-  call.threads = pwjax::threads();
+  call.threads = pwjax::processors();
   if (call.items() == 0) return 0;
   return std::min(call.threads, call.items()) * pwjax::Room(nullptr, call).floats;
 }

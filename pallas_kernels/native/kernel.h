@@ -16,7 +16,8 @@ namespace pwjax {
 namespace {
 
 constexpr int64_t kStreamed = 8;  // up to so many tokens, decoded weights stay in registers or the first cache
-constexpr int64_t kStreamBand = 32;
+constexpr int64_t kStreamBand = 32, kMostStreamBand = 128;
+constexpr int64_t kTableAhead = 16;  // tables are asked for so many before their own
 constexpr int64_t kBandBytes = 384 * 1024;  // decoded rows that stay in the second cache
 constexpr int64_t kBandRows = 48;
 
@@ -54,6 +55,7 @@ struct Tile {
       } else {
         for (int p = 0; p < B; ++p) words[i][p] = block.plane[p].row(row);
         const uint32_t* record = block.lut.row(group);
+        if (fresh) __builtin_prefetch(record + kTableAhead * block.lut.row_words, 0, 3);
         scale[i] = half(record[member.place / 2] >> (16 * (member.place % 2)));
         if (fresh) Isa::template make_table<B>(record + block.scale_words, &tables[i]);
         table[i] = fresh ? &tables[i] : table[i - 1];
@@ -82,13 +84,14 @@ struct Tile {
   }
 
   // Rows of a page lie one after another: the next tile's words are a tile's size further on. One of planes is done
-  // before memory answers, so theirs are asked for two tiles ahead.
+  // before memory answers, so theirs are asked for three tiles ahead, into the second cache: the first can wait for
+  // fewer lines at a time.
   PWJAX_INLINE void prefetch() const {
-    constexpr int64_t kAhead = B == 16 ? kRows : 2 * kRows;
+    constexpr int64_t kAhead = B == 16 ? kRows : 3 * kRows;
     for (int i = 0; i < kRows; ++i) {
       for (int p = 0; p < kStreams; ++p) {
         const char* next = reinterpret_cast<const char*>(words[i][p] + at + kAhead * row_words);
-        for (int64_t byte = 0; byte < kWords * 4; byte += 64) __builtin_prefetch(next + byte, 0, 3);
+        for (int64_t byte = 0; byte < kWords * 4; byte += 64) __builtin_prefetch(next + byte, 0, 2);
       }
     }
   }
@@ -340,6 +343,13 @@ inline void activate(Activation activation, float* gate, const float* up, int64_
   }
 }
 
+// Rows that a thread reads one after another, of so many in all: many, for each new place is read slowly at first, but
+// few enough that all threads have work to the end.
+inline int64_t stream_band(int64_t rows) {
+  const int64_t even = rows / (4 * processors()) / kStreamBand * kStreamBand;
+  return even < kStreamBand ? kStreamBand : even > kMostStreamBand ? kMostStreamBand : even;
+}
+
 // Items of a phase over bands of `total` rows of every group.
 struct Bands {
   std::vector<std::pair<size_t, int64_t>> items;  // group, first row
@@ -348,7 +358,7 @@ struct Bands {
   Bands(const std::vector<Group>& groups, int matrix, int64_t total) {
     for (size_t g = 0; g < groups.size(); ++g) {
       bool streamed = static_cast<int64_t>(groups[g].choices.size()) <= kStreamed;
-      size.push_back(streamed ? kStreamBand : band_rows(groups[g].block[matrix].cols));
+      size.push_back(streamed ? stream_band(total * groups.size()) : band_rows(groups[g].block[matrix].cols));
       for (int64_t row = 0; row < total; row += size[g]) items.emplace_back(g, row);
     }
   }

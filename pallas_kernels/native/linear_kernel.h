@@ -19,7 +19,8 @@ struct Multiply {
     block.cols = a.cols;
     block.dense = Rows{a.weights, &page, 0, a.cols / 2, a.rows};
     const int64_t enough = ceil_div(kLinearWords, a.cols / 2);
-    band = a.tokens <= kStreamed ? ceil_div(enough, kStreamBand) * kStreamBand : band_rows(a.cols);
+    const int64_t least = ceil_div(enough, kStreamBand) * kStreamBand;
+    band = a.tokens > kStreamed ? band_rows(a.cols) : std::max(least, stream_band(a.rows));
     for (int64_t t = 0; t < a.tokens; ++t) x.push_back(of_token(t));
   }
 

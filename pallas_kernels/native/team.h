@@ -1,6 +1,7 @@
 // The threads of one call: the caller and, as they become free, workers of XLA's pool.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -10,6 +11,12 @@
 #include <vector>
 
 namespace pwjax {
+
+// Of this machine.
+inline int64_t processors() {
+  static const int64_t count = std::max<int64_t>(1, std::thread::hardware_concurrency());
+  return count;
+}
 
 // Phases in order, each a number of independent items. Whoever comes takes the next item; nobody starts a phase before
 // every item of the one before is done. A worker that comes late finds nothing left and touches nothing of the call.
