@@ -53,6 +53,7 @@ class Engine:
         self._relief = Relief(parts, self.boundaries, self.scheduler)
         self._refused: list[Completion] = []
         self._kept: list[Piece | Completion] = []  # events that nobody has taken yet
+        self._ids: set[str] = set()  # of requests whose completion nobody has taken yet
         self._locked = self._stepping = False
 
     # Requests
@@ -63,10 +64,10 @@ class Engine:
         PromptError where a request with the same id has not ended, or its completion was not taken yet.
         """
         self._open()
-        if request.key in self._active:
-            raise PromptError(
-                f"there is a request with the id {request.id!r} already; let it end, cancel it, or give another id"
-            )
+        self._take_ids([request])
+        self._submit(request)
+
+    def _submit(self, request: Request) -> None:
         try:
             request = checked(self.parts, request, self.boundaries.frozen)
         except PWJaxError as error:
@@ -116,27 +117,30 @@ class Engine:
         """
         self._unlocked()
         requests = as_requests(prompts, sampling)
-        own = {request.key for request in requests}
-        if taken := own & self._active:
-            raise PromptError(
-                f"there is a request with the id {min(taken)!r} already; let it end, cancel it, or give other ids"
-            )
+        self._take_ids(requests)
+        left = {request.key for request in requests}
         try:
             for request in requests:
-                self.submit(request)
-            while own & self._active:
-                if not any(str(event.id) in own for event in self._kept):
-                    self._kept = self.step()
-                mine = [event for event in self._kept if str(event.id) in own]
-                self._kept = [event for event in self._kept if str(event.id) not in own]
-                yield from mine
+                self._submit(request)
+            # Where all has ended and some are left, others have cancelled these.
+            while left and not self.idle:
+                if not any(str(event.id) in left for event in self._kept):
+                    self._kept = self._advance()
+                mine = [event for event in self._kept if str(event.id) in left]
+                self._kept = [event for event in self._kept if str(event.id) not in left]
+                for event in mine:
+                    if isinstance(event, Completion):
+                        left.discard(str(event.id))
+                        self._ids.discard(str(event.id))
+                    yield event
         finally:
-            self.cancel(own)
+            self.cancel(left)
 
     def cancel(self, ids: Iterable[str | int] | None = None) -> list[Completion]:
         """Stop the requests of ``ids`` (None: all); returns what those that had begun had, with reason ``length``."""
         wanted = None if ids is None else {str(name) for name in ids}
         self._kept = [event for event in self._kept if wanted is not None and str(event.id) not in wanted]
+        self._ids = set() if wanted is None else self._ids - wanted
         scheduler = self.scheduler
         stopped = [s for s in (*scheduler.running, *scheduler.waiting) if wanted is None or s.request.key in wanted]
         if stopped:
@@ -162,6 +166,12 @@ class Engine:
 
         Ctrl-C is raised when the turn is over; the next step returns what became final in it.
         """
+        events = self._advance()
+        self._ids.difference_update(str(event.id) for event in events if isinstance(event, Completion))
+        return events
+
+    def _advance(self) -> list[Piece | Completion]:
+        """A turn, and what nobody has taken so far."""
         self._unlocked(boundary=True)
         with unbroken() as interrupted:
             events, self._kept = self._kept + self._turn(), []
@@ -352,11 +362,14 @@ class Engine:
             raise PWJaxError(f"the request with the id {lost[0]!r} was cancelled before it had ended")
         return [done[r.id] for r in requests]
 
-    @property
-    def _active(self) -> set[str]:
-        """Ids of requests that have not ended, or whose last event nobody has taken."""
-        waiting = [s.request.key for s in (*self.scheduler.running, *self.scheduler.waiting)]
-        return {*waiting, *(str(event.id) for event in (*self._refused, *self._kept))}
+    def _take_ids(self, requests: list[Request]) -> None:
+        """Ids are taken until their completion is; PromptError where one is already."""
+        for request in requests:
+            if request.key in self._ids:
+                raise PromptError(
+                    f"there is a request with the id {request.id!r} already; let it end, cancel it, or give another id"
+                )
+        self._ids |= {request.key for request in requests}
 
     def _sequence(self, request: Request) -> Sequence:
         seed = request.sampling.seed
