@@ -96,7 +96,8 @@ def test_killed_and_restarted_equals_uninterrupted(run, shape, tiny_artifact, tm
     options = ["--prompts", str(source), "--max-tokens", "90", "--ignore-eos", "--seed", "3"]
     assert run(*options, "--output", tmp_path / "whole.jsonl")[0] == 0
     out = tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "pwjax", "generate", "--model", str(tiny_artifact), *shape, "--bits", "4"]
+    # -P: the folder that tests start in may hold the sources, without the kernels that an installed package has.
+    command = [sys.executable, "-P", "-m", "pwjax", "generate", "--model", str(tiny_artifact), *shape, "--bits", "4"]
     process = subprocess.Popen([*command, *options, "--output", str(out)], stderr=subprocess.DEVNULL, env=os.environ)
     deadline = time.monotonic() + 120
     while not (out.exists() and out.read_text().count("\n") >= 3):
@@ -122,7 +123,7 @@ def test_interrupt_keeps_what_is_finished(shape, tiny_artifact, tmp_path):
     lines = [{"id": i, "prompt": "na", "max_tokens": 2 + 100 * (i > 1)} for i in range(30)]
     source = jsonl(tmp_path / "in.jsonl", lines)
     out = tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "pwjax", "generate", "--model", str(tiny_artifact), *shape, "--ignore-eos"]
+    command = [sys.executable, "-P", "-m", "pwjax", "generate", "--model", str(tiny_artifact), *shape, "--ignore-eos"]
     process = subprocess.Popen(
         [*command, "--prompts", str(source), "--output", str(out)], stderr=subprocess.PIPE, text=True, env=os.environ
     )

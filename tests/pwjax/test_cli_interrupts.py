@@ -94,7 +94,7 @@ def test_an_interrupted_process_has_the_exit_code_whatever_the_interpreter_does_
     )
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2]), *filter(None, sys.path)])
     environ = {**os.environ, "PYTHONPATH": path}
-    command = [sys.executable, "-m", "pwjax", "doctor"]
+    command = [sys.executable, "-P", "-m", "pwjax", "doctor"]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (130, "partial") and done.stderr.strip() == "error: interrupted"
 

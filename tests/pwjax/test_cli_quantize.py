@@ -90,7 +90,7 @@ def test_killed_run_goes_on_to_the_same_bytes(tmp_path, capsys, tiny_config, tin
     params = unflatten({n: rng.normal(0, 0.1, s).astype(np.float32) for n, s in param_shapes(config).items()})
     save_hf(tmp_path / "hf", config, params, tiny_tokenizer)
     words = ["quantize", str(tmp_path / "hf"), str(tmp_path / "killed.pw"), "--jobs", "1"]
-    child = subprocess.Popen([sys.executable, "-m", "pwjax", *words], env=ENV, stderr=subprocess.PIPE)
+    child = subprocess.Popen([sys.executable, "-P", "-m", "pwjax", *words], env=ENV, stderr=subprocess.PIPE)
     state = tmp_path / "killed.pw.partial" / "state"
     deadline = time.monotonic() + 120
     while not (state / "layer_000.json").exists():
