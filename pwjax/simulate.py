@@ -1,9 +1,9 @@
 """What-if: the engine's own loop, scheduler, KV pages, pager and policy over a trace, without weights or steps.
 
 A simulated copy lands at the next boundary, and is committed when the pace of moves allows it: programs and pages take
-about the time that they take an engine. An unknown prompt routes as calibration text did, and every request
-generates all of its tokens. Prompts are drawn as for an engine, so none begin alike. The rest is the code that an
-engine runs, so pages are counted as it counts them.
+about the time that they take an engine. An unknown prompt routes as calibration text did, and every request generates
+all of its tokens. Prompts are drawn as for an engine, so none begin alike. The rest is the code that an engine runs, so
+pages are counted as it counts them.
 """
 
 from dataclasses import dataclass, field

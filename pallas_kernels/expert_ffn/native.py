@@ -27,9 +27,9 @@ def native_expert_ffn(
     """Expert feed-forward as :func:`pallas_kernels.expert_ffn.reference.paged_expert_ffn`, one custom call.
 
     Sums are float32; inputs of products and entries of tables are rounded to bfloat16 where the processor multiplies
-    that, unless they are to be ``exact``. A row of the
-    result depends on its token alone, bit for bit, whatever is computed beside it. A page, expert or width out of range
-    is an error of the call where the reference reads something else.
+    that, unless they are to be ``exact``. A row of the result depends on its token alone, bit for bit, whatever is
+    computed beside it. A page, expert or width out of range is an error of the call where the reference reads something
+    else.
     """
     library, _ = native.load()
     assert library is not None, "the dispatcher asks problem() first"
