@@ -91,7 +91,7 @@ def test_routing_mass_sums_to_the_gates(config, params, norm_topk_prob):
 
 
 @pytest.mark.slow
-def test_gradients_of_the_paged_form_equal_those_of_the_dense_form(tiny_artifact, config):
+def test_gradients_of_the_paged_form_equal_those_of_the_dense_form(exact_activations, tiny_artifact, config):
     artifact = Artifact.open(tiny_artifact)
     dense = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), artifact.dense_params())
     whole = {**dense, "layers": {**dense["layers"], "experts": artifact.expert_params(3)}}
