@@ -29,7 +29,7 @@ def mean_nll(scores):
 
 
 @pytest.mark.slow
-def test_gradients_at_mixed_bits_equal_those_of_the_dense_form(tiny_artifact, resident, plans):
+def test_gradients_at_mixed_bits_equal_those_of_the_dense_form(exact_activations, tiny_artifact, resident, plans):
     def paged(params, table):
         return mean_nll(pwjax.forward(resident.model, params, table, resident.arena, TOKENS))
 

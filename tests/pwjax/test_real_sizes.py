@@ -85,7 +85,7 @@ def apart(left, right):
 
 
 @pytest.mark.slow
-def test_a_layer_of_real_size_in_pages_equals_whole_weights(real_layer):
+def test_a_layer_of_real_size_in_pages_equals_whole_weights(exact_activations, real_layer):
     config, resident, blocks, originals = real_layer
     geometry, kind = resident.model.geometry, config.attention_kinds[config.layer_kinds[0]]
     own = layer_params(config, resident.params["layers"], 0, experts=False)
