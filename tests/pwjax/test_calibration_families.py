@@ -45,7 +45,7 @@ def drawn_loss(config, experts, params, tokens, number):
 
 
 @pytest.mark.slow
-def test_squared_gradients_are_those_of_the_whole_model(model, tmp_path):
+def test_squared_gradients_are_those_of_the_whole_model(exact_activations, model, tmp_path):
     config, params = model
     whole = jax.tree.map(lambda a: jnp.asarray(np.asarray(a), jnp.float32), params)
     gradient = jax.jit(jax.grad(lambda experts, *rest: drawn_loss(config, experts, *rest)))
