@@ -81,7 +81,7 @@ def test_the_paged_form_equals_the_dense_one(tmp_path, family, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "case"), WINDOWED)
-def test_the_engine_continues_as_the_dense_form_does(tmp_path, family, case):
+def test_the_engine_continues_as_the_dense_form_does(exact_activations, tmp_path, family, case):
     """Past the window, in chunks that are no divisor of it, while bits move with the KV cache or stay."""
     stored(family, case, tmp_path)
     config, params = load_hf(tmp_path)
