@@ -10,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "attention.h"
 #include "call.h"
 #include "linear.h"
 #include "team.h"
@@ -90,6 +89,5 @@ struct Isa : Avx512 {
 #define PWJAX_NAME(op) op##_avx512_bf16
 #include "kernel.h"
 #include "linear_kernel.h"
-#include "attention_kernel.h"
 #pragma GCC pop_options
 #endif

@@ -54,7 +54,8 @@ inline const std::vector<InstructionSet>& instruction_sets() {
 #endif
   static const std::vector<InstructionSet> sets = {
 #if PWJAX_BF16
-      {"avx512_bf16", bf16, true, expert_ffn_avx512_bf16, paged_attention_avx512_bf16, linear_avx512_bf16},
+      // Attention multiplies nothing that is rounded.
+      {"avx512_bf16", bf16, true, expert_ffn_avx512_bf16, paged_attention_avx512, linear_avx512_bf16},
 #endif
 #if defined(__x86_64__)
       {"avx512", avx512, false, expert_ffn_avx512, paged_attention_avx512, linear_avx512},
