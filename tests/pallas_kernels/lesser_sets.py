@@ -16,7 +16,7 @@ def run_again(file: str, chosen: str, instructions: str) -> None:
     if os.environ.get("PWJAX_NATIVE_ISA"):
         pytest.skip("this is such a run")
     # -P: the folder that tests start in may hold the sources, without the library that an installed package has.
-    command = [sys.executable, "-P", "-m", "pytest", "-q", file, "-k", chosen]
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-rs", file, "-k", chosen]
     env = {**os.environ, "PWJAX_NATIVE_ISA": instructions}
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
     if instructions != "portable" and "names an instruction set" in done.stdout:
