@@ -18,7 +18,8 @@ from experiments.paired import Arm, Samples
 from pwjax import environment
 from pwjax.checkpoints.artifact import Artifact
 from pwjax.errors import BudgetError
-from pwjax.evaluate import KVTrace, measure_perplexity
+from pwjax.evaluate import KVTrace, Perplexity, measure_perplexity
+from pwjax.evaluate.comparison import Run, compare
 from pwjax.loading import open_model, outlook
 from pwjax.progress import Bars
 
@@ -85,10 +86,12 @@ class Runs(Samples):
             runs = before["runs"]
         super().__init__(runs, list(self.texts), list(models), args.seed)
         self._budgets: dict[float, int] = {}
+        self._whole: dict[str, Run] = {}
         environment.enable_compile_cache()
 
     def of(self, arm: Arm, budget: float | None, text: str) -> dict:
-        """One run, measured unless it is there: ``nll`` and ``tokens`` a window, bits, bytes, moves; or ``refused``."""
+        """One run, measured unless it is there: ``nll``, ``kl`` (from the first model at 16 bits) and ``tokens`` a
+        window, bits, bytes, moves; or ``refused``."""
         key = self.key(arm, budget, text)
         if key not in self.runs:
             self.runs[key] = run = self._measured(arm, budget, text)
@@ -104,22 +107,37 @@ class Runs(Samples):
             self._budgets[budget] = budget_at(first, budget, self.args.window, self.args.sequences)
         return self._budgets[budget]
 
-    def _measured(self, arm: Arm, budget: float | None, text: str) -> dict:
+    def _perplexity(self, arm: Arm, size: int | None, text: str) -> Perplexity:
         args, bars = self.args, Bars()
-        size = None if budget is None else self.bytes_of(budget)
         try:
-            found = measure_perplexity(
-                self.artifacts[arm.model or self.models[0]], self.texts[text], size, bits=arm.bits,
-                policy=arm.policy or "static", window=args.window, max_tokens=args.window,
-                kv_trace=KVTrace(alike=args.sequences), progress=bars,
+            return measure_perplexity(
+                self._artifact(arm), self.texts[text], size, bits=arm.bits, policy=arm.policy or "static",
+                window=args.window, max_tokens=args.window, kv_trace=KVTrace(alike=args.sequences), keep=True,
+                progress=bars,
             )  # fmt: skip
-        except BudgetError as error:
-            return {"refused": str(error)}
         finally:
             bars.close()
+
+    def _artifact(self, arm: Arm) -> Artifact:
+        return self.artifacts[arm.model or self.models[0]]
+
+    def _whole_run(self, text: str) -> Run:
+        """The first model at 16 bits, without a budget, which divergence is from."""
+        if text not in self._whole:
+            self._whole[text] = self._perplexity(Arm(bits=16), None, text).run
+        return self._whole[text]
+
+    def _measured(self, arm: Arm, budget: float | None, text: str) -> dict:
+        size = None if budget is None else self.bytes_of(budget)
+        try:
+            found = self._perplexity(arm, size, text)
+        except BudgetError as error:
+            return {"refused": str(error)}
         trace, memory = found.settings["kv_trace"], found.settings["memory"]
+        divergence = compare(self._artifact(arm), found.run, self._whole_run(text), self.seed)["window_kl"]
         return {
             "nll": [round(v, 5) for v in found.window_nll.tolist()], "tokens": found.window_tokens.tolist(),
+            "kl": [round(v, 5) for v in divergence],
             "mean_bits": found.settings["mean_bits"], "least_bits": trace["mean_bits_min"],
             "budget_bytes": size, "peak_bytes": memory["peak_bytes"], "stalled": trace["stalled"],
             "dropped": trace["dropped"], "demotions": trace["demotions"], "promotions": trace["promotions"],

@@ -1,7 +1,8 @@
 """Samples of runs on the same windows, and what they say: means, paired differences, shares of a gap.
 
-A run is a dictionary with ``nll`` (nats) and ``tokens``, a number each for every window, or with ``refused``, the
-sentence that says why the arm cannot keep that budget. Windows are the samples of every interval (a bootstrap that
+A run is a dictionary with ``nll`` (nats), ``kl`` (nats of divergence from 16 bits, where that was measured) and
+``tokens``, a number each for every window, or with ``refused``, the sentence that says why the arm cannot keep that
+budget. Windows are the samples of every interval (a bootstrap that
 draws windows, the same of all arms, 95 %): tokens of a window depend on each other.
 """
 
@@ -58,12 +59,15 @@ class Samples:
     def pooled(
         self, arm: Arm, budget: float | None, names: Iterable[str] | None = None
     ) -> dict[str, np.ndarray] | None:
-        """``nll`` and ``tokens`` float64[windows] over texts (None: all); None where the arm was refused."""
+        """``nll``, ``kl`` and ``tokens`` float64[windows] over texts (None: all); None where the arm was refused."""
         runs = [[self.of(one, budget, name) for one in arm.each] for name in names or self.names]
         if any("refused" in run for row in runs for run in row):
             return None
-        nll = np.concatenate([np.mean([run["nll"] for run in row], axis=0) for row in runs])
-        return {"nll": nll, "tokens": np.concatenate([np.asarray(row[0]["tokens"], float) for row in runs])}
+        names = [name for name in ("nll", "kl", "tokens") if all(name in run for row in runs for run in row)]
+        return {
+            name: np.concatenate([np.mean([run[name] for run in row], axis=0, dtype=float) for row in runs])
+            for name in names
+        }
 
     @property
     def peak_share(self) -> float:
@@ -71,15 +75,18 @@ class Samples:
         budgeted = (run for run in self.runs.values() if run.get("budget_bytes"))
         return max(run["peak_bytes"] / run["budget_bytes"] for run in budgeted)
 
-    def mean(self, arm: Arm, budget: float | None, names: Iterable[str] | None = None) -> float | None:
-        """Nats a token."""
+    def mean(
+        self, arm: Arm, budget: float | None, names: Iterable[str] | None = None, what: str = "nll"
+    ) -> float | None:
+        """Nats a token, or ``kl`` a token."""
         found = self.pooled(arm, budget, names)
-        return None if found is None else float(found["nll"].sum() / found["tokens"].sum())
+        return None if found is None else float(found[what].sum() / found["tokens"].sum())
 
     def difference(
-        self, arm: Arm, other: Arm, budget: float | None, names: Iterable[str] | None = None, *, other_budget=...
+        self, arm: Arm, other: Arm, budget: float | None, names: Iterable[str] | None = None, *, other_budget=...,
+        what: str = "nll",
     ) -> dict | None:
-        """Nats a token that ``arm`` needs more than ``other``, ``{"difference", "stderr", "interval_95"}``.
+        """Nats (or ``kl``) a token that ``arm`` has more than ``other``, ``{"difference", "stderr", "interval_95"}``.
 
         Both at one budget unless ``other_budget`` is given. None where one of them was refused.
         """
@@ -88,7 +95,7 @@ class Samples:
         second = self.pooled(other, budget if other_budget is ... else other_budget, names)
         if first is None or second is None:
             return None
-        return paired_difference(first["nll"], second["nll"], first["tokens"], self.seed)
+        return paired_difference(first[what], second[what], first["tokens"], self.seed)
 
     def over_budgets(
         self, arm: Arm, other: Arm, budgets: Sequence[float], names: Iterable[str] | None = None

@@ -51,6 +51,8 @@ def test_runs_are_measured_once_and_kept(tiny, tmp_path, monkeypatch, quick_prog
     runs = Runs(args, {"2-6": tiny.path})
     found = runs.of(Arm("default"), 3.0, "fox")
     assert len(found["nll"]) == len(found["tokens"]) == 2 and found["peak_bytes"] <= found["budget_bytes"]
+    whole = runs.of(Arm(bits=16), None, "fox")
+    assert min(found["kl"]) > 0 and whole["kl"] == [0, 0]
     refused = runs.of(Arm(bits=6), 2.0, "fox")
     assert "too small" in refused["refused"]
     assert runs.peak_share == found["peak_bytes"] / found["budget_bytes"] <= 1

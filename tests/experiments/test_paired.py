@@ -19,7 +19,8 @@ DEFAULT, RANDOM = Arm("default"), Arm("random", draws=2)
 
 
 def samples(**nats: float) -> Samples:
-    """Runs of arms whose every token costs so many nats, plus the noise of the window, on two texts."""
+    """Runs of arms whose every token costs so many nats, plus the noise of the window, on two texts; a tenth of that
+    is their divergence."""
     runs = Samples({}, ["prose", "code"], ["2-6"])
     noise = np.array([0.1, -0.1, 0.2, 0.05])
     for name, value in nats.items():
@@ -27,7 +28,9 @@ def samples(**nats: float) -> Samples:
         for budget in (None, 3.0, 3.5, 4.0, 5.0):
             for text in runs.names:
                 own = (value + noise + (text == "code")) * TOKENS
-                runs.runs[runs.key(arm, budget, text)] = {"nll": own.tolist(), "tokens": TOKENS}
+                runs.runs[runs.key(arm, budget, text)] = {
+                    "nll": own.tolist(), "kl": (own / 10).tolist(), "tokens": TOKENS
+                }  # fmt: skip
     return runs
 
 
@@ -39,6 +42,13 @@ def test_a_difference_is_paired_over_all_windows():
     assert found["difference"] == pytest.approx(-0.5) and clear(found)
     assert not clear(runs.difference(Arm("paper"), DEFAULT, 3.0))
     assert runs.mean(DEFAULT, 3.0, ["code"]) == pytest.approx(runs.mean(DEFAULT, 3.0, ["prose"]) + 1)
+
+
+def test_divergence_is_compared_as_likelihood_is():
+    runs = samples(default=2.0, paper=2.5)
+    found = runs.difference(DEFAULT, Arm("paper"), 3.0, what="kl")
+    assert found["difference"] == pytest.approx(-0.05) and clear(found)
+    assert runs.mean(DEFAULT, 3.0, what="kl") == pytest.approx(runs.mean(DEFAULT, 3.0) / 10)
 
 
 def test_draws_are_averaged_window_by_window():
@@ -78,13 +88,13 @@ def test_the_summary_of_quality_counts_budgets_between_three_and_five_bits():
     budgets = {"2-6": [3.0, 3.5, 4.0, 5.0]}
     quality.measure(runs, arms, budgets, 3.0)
     found = quality.summary(runs, arms, budgets, 3.0)
-    assert found["better_at"] == {"2-6": {"uniform-dynamic": ["3.5", "4"], "hotness": []}}
+    assert found["better_at"] == found["closer_at"] == {"2-6": {"uniform-dynamic": ["3.5", "4"], "hotness": []}}
     everything = found["ladders"]["2-6"]["all"]
     assert everything["gap"]["same"]["recovered"]["share"] == pytest.approx(0.8)
     assert everything["gap"]["less"]["over_uniform"]["difference"] == pytest.approx(-0.8)
     made = quality.shown(found)
     rows = made["verdict"].splitlines()[2:]
-    assert ["| yes |" in row for row in rows] == [True, False, True, True], made["verdict"]
+    assert ["| yes |" in row for row in rows] == [True, False, True, False, True, True], made["verdict"]
     assert made["default over 2-6"].count("`uniform-dynamic`") == 3  # all texts, and each
     assert "80.0%" in made["gap"]
     pytest.importorskip("matplotlib")
