@@ -48,6 +48,14 @@ def exact_activations(monkeypatch):
     return rounded
 
 
+@pytest.fixture(scope="module")
+def exact_module():
+    """The same for all tests of a file, and for fixtures of its scope."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PWJAX_ACTIVATIONS", "float32")
+        yield
+
+
 # A tiny quantized model with random weights, for every test that needs one on disk; made once a session.
 
 CORPUS = [

@@ -9,11 +9,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests import families.py by na
 
 
 @pytest.fixture(scope="module", autouse=True)
-def exact():
+def exact(exact_module):
     """Nothing is rounded: what is compared with computes in float32."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PWJAX_ACTIVATIONS", "float32")
-        yield
 
 
 @pytest.fixture(scope="session")

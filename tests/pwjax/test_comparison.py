@@ -17,16 +17,12 @@ FOX = "The quick brown fox jumps over the lazy dog. "
 TEXTS = [Document("fox", FOX * 6), Document("code", "def f(x): return x\n" * 9)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def exact():
-    """Nothing is rounded: runs are compared with the dense model's."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PWJAX_ACTIVATIONS", "float32")
-        yield
+# Runs are compared with the dense model's.
+pytestmark = pytest.mark.usefixtures("exact_module")
 
 
 @pytest.fixture(scope="module")
-def runs(tiny_artifact):
+def runs(tiny_artifact, exact_module):
     artifact = Artifact.open(tiny_artifact)
     measure = lambda bits: measure_perplexity(artifact, TEXTS, bits=bits, window=32, batch=2, keep=True)  # noqa: E731
     return artifact, {bits: measure(bits) for bits in (16, 3)}
