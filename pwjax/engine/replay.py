@@ -7,8 +7,10 @@ ends the replay.
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 from pwjax.engine.decisions import Asked, Recorded
@@ -107,10 +109,13 @@ def replay(path: str | os.PathLike, model: str | os.PathLike | None = None, **lo
         raise UsageError(f"{path} cannot be repeated: its header lacks the settings of the run, so the file is damaged")
     records = list(stream)
     check = LogCheck(header, records)
+    with _reading(path):
+        decisions, inputs, last = Recorded(records), _inputs(records), _last_boundary(records)
+        signature(load).bind(model, **header["settings"])
     model = header.get("model_path") if model is None else model
-    injected = Injected(log=check.begin, decisions=Recorded(records))
+    injected = Injected(log=check.begin, decisions=decisions)
     with load(model, **header["settings"], **load_options, injected=injected) as engine:
-        run_records(engine, records)
+        _run(engine, inputs, last)
         if not check.ended:
             check.close()  # the run was killed; what closing the engine says has no counterpart
     finished = [r for r in records if r["kind"] == "finish"]
@@ -118,18 +123,35 @@ def replay(path: str | os.PathLike, model: str | os.PathLike | None = None, **lo
         requests=len(finished),
         tokens=sum(len(r["token_ids"]) for r in finished),
         commits=sum(r["kind"] == "commit" for r in records),
-        boundaries=records[-1]["boundary"] if records else 0,
+        boundaries=last,
         complete=check.ended,
     )
 
 
 def run_records(engine: Engine, records: Sequence[dict[str, Any]]) -> None:
     """Drive an engine through the inputs of ``records``, each at its boundary, up to the last boundary."""
+    _run(engine, _inputs(records), _last_boundary(records))
+
+
+@contextmanager
+def _reading(path: str | os.PathLike) -> Iterator[None]:
+    """What does not have the fields of its kind was not written by an engine: UsageError."""
     try:
-        for record in (r for r in records if r["kind"] in INPUTS):
-            _step_to(engine, record["boundary"])
-            _input(engine, record)
-        _step_to(engine, records[-1]["boundary"] if records else 0)
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise UsageError(f"the log {path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _last_boundary(records: Sequence[dict[str, Any]]) -> int:
+    return int(records[-1]["boundary"]) if records else 0
+
+
+def _run(engine: Engine, inputs: Sequence[tuple[int, Callable[[Engine], object]]], last: int) -> None:
+    try:
+        for boundary, give in inputs:
+            _step_to(engine, boundary)
+            give(engine)
+        _step_to(engine, last)
     except _Exhausted:
         pass
 
@@ -139,20 +161,25 @@ def _step_to(engine: Engine, boundary: int) -> None:
         engine.step()
 
 
-def _input(engine: Engine, record: dict[str, Any]) -> None:
+def _inputs(records: Sequence[dict[str, Any]]) -> list[tuple[int, Callable[[Engine], object]]]:
+    """The boundary of each input, and what gives it to an engine."""
+    return [(int(record["boundary"]), _input(record)) for record in records if record["kind"] in INPUTS]
+
+
+def _input(record: dict[str, Any]) -> Callable[[Engine], object]:
     kind = record["kind"]
     if kind == "submit":
         sampling = SamplingParams(**record["sampling"])
         demand = {name: record[name] for name in ("min_bits", "max_damage", "score") if name in record}
-        engine.submit(Request(record["id"], None, tuple(record["prompt_token_ids"]), sampling, **demand))
-    elif kind == "cancel":
-        engine.cancel(record["ids"])
-    elif kind == "apply":
-        engine.boundaries.ask("apply", Asked.of_record(record))
-    elif kind == "freeze":
-        engine.freeze()
-    elif kind == "settle":
-        engine.settle()
+        request = Request(record["id"], None, tuple(record["prompt_token_ids"]), sampling, **demand)
+        return lambda engine: engine.submit(request)
+    if kind == "cancel":
+        ids = record["ids"]
+        return lambda engine: engine.cancel(ids)
+    if kind == "apply":
+        asked = Asked.of_record(record)
+        return lambda engine: engine.boundaries.ask("apply", asked)
+    return Engine.freeze if kind == "freeze" else Engine.settle
 
 
 def _difference(logged: Any, here: Any) -> str:

@@ -158,6 +158,28 @@ def test_a_damaged_line_is_named_and_a_cut_one_ends_the_log(tmp_path):
         replay(path)
 
 
+@pytest.mark.parametrize("kind, field", [
+    ("submit", "sampling"), ("submit", "prompt_token_ids"), ("submit", "boundary"), ("cancel", "ids"),
+    ("apply", "changes"), ("plan", "changes"), ("plan", "boundary"), ("transfers", "landed"), ("transfers", "failed"),
+    ("end", "boundary"), ("header", "settings"),
+])  # fmt: skip
+@pytest.mark.parametrize("value", [None, 5.5, "x"])
+def test_a_record_without_what_its_kind_has_is_damage(logged, tmp_path, kind, field, value):
+    records = records_of(logged)
+    record = next(r for r in records if r["kind"] == kind)
+    if value is None:
+        del record[field]
+    elif field == "boundary":
+        record[field] = [value]
+    elif field == "settings":
+        record[field]["unknown"] = value
+    else:
+        record[field] = value if field != "changes" else [value]
+    (tmp_path / "log").write_text("".join(json.dumps(r) + "\n" for r in records))
+    with pytest.raises(PWJaxError, match="damaged|is not repeated|must"):
+        replay(tmp_path / "log")
+
+
 def test_a_replay_that_goes_on_past_the_end_differs():
     check = LogCheck({}, [{"kind": "freeze", "boundary": 1}, {"kind": "end", "boundary": 1}])
     check.write({"kind": "freeze", "boundary": 1})
