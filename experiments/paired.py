@@ -98,12 +98,12 @@ class Samples:
         return paired_difference(first[what], second[what], first["tokens"], self.seed)
 
     def over_budgets(
-        self, arm: Arm, other: Arm, budgets: Sequence[float], names: Iterable[str] | None = None
+        self, arm: Arm, other: Arm, budgets: Sequence[float], names: Iterable[str] | None = None, what: str = "nll"
     ) -> dict | None:
         """The difference over several budgets: a window is one sample, with what it has at all of them."""
         names = list(names or self.names)
         pairs = [(self.pooled(arm, b, names), self.pooled(other, b, names)) for b in budgets]
-        parts = [(a["nll"], b["nll"], a["tokens"]) for a, b in pairs if a and b]
+        parts = [(a[what], b[what], a["tokens"]) for a, b in pairs if a and b]
         if len(parts) < len(pairs):
             return None
         return paired_difference(*(np.sum(part, axis=0) for part in zip(*parts, strict=True)), self.seed)

@@ -73,6 +73,10 @@ def parts(args: argparse.Namespace) -> list[Part]:
                      small=("--windows", "4", "--budgets", "3", "3.5", "4", "--draws", "1", "--tokens", "4096",
                             "--policies", "default", "uniform-dynamic", "hotness", "random", *kinds))],
              lambda: _quality(_read(file("quality_memory")))),
+        Part("changes",
+             [module("quality_memory.changes", "changes", *on_text,
+                     small=("--windows", "4", "--budgets", "3.5", *kinds))],
+             lambda: _changes(_read(file("changes")))),
         Part("ablation",
              [module("ablation.run", "ablation", *on_text, small=("--windows", "4", "--budgets", "3", *kinds))],
              lambda: _ablation(_read(file("ablation")))),
@@ -133,6 +137,11 @@ def _quality(result: dict) -> str:
     ladder, found = next(iter(result["summary"]["ladders"].items()))
     budget, row = next(reversed(found["all"]["default_over"]["uniform-dynamic"].items()))
     return f"{ladder} at {budget}: default less uniform-dynamic {interval(row)}"
+
+
+def _changes(result: dict) -> str:
+    least = min(result["summary"], key=lambda name: result["summary"][name]["hotness"]["kl"]["all"]["difference"])
+    return f"nearest to 16 bits: {least}, {interval(result['summary'][least]['hotness']['kl']['all'], 5)} over hotness"
 
 
 def _ablation(result: dict) -> str:

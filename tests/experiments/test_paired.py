@@ -10,6 +10,7 @@ from experiments.ablation import run as ablation
 from experiments.domain_shift import plot as shift_plot
 from experiments.domain_shift import run as shift
 from experiments.paired import Arm, Samples, clear
+from experiments.quality_memory import changes
 from experiments.quality_memory import plot as quality_plot
 from experiments.quality_memory import run as quality
 from pwjax.evaluate.comparison import paired_difference
@@ -118,6 +119,24 @@ def test_what_a_layer_does_is_read_off_its_interval():
     pytest.importorskip("matplotlib")
     (axis,) = ablation_plot.draw({"summary": found}).axes
     assert [c.get_label() for c in axis.containers] == ["budget 3", "budget 3.5", "all budgets"]
+
+
+def test_changes_are_held_against_default_and_hotness():
+    runs = samples(default=2.2, hotness=2.1)
+    for i, name in enumerate((*changes.CHANGES, *changes.SETTINGS)):
+        for budget in (3.0, 3.5):
+            for text in runs.names:
+                before = runs.of(DEFAULT, budget, text)
+                more = {what: (np.array(before[what]) + i * np.array(TOKENS)).tolist() for what in ("nll", "kl")}
+                runs.runs[runs.key(Arm(name), budget, text)] = before | more
+    found = changes.summary(runs, [3.0, 3.5])
+    for i, name in enumerate((*changes.CHANGES, *changes.SETTINGS)):
+        for what in ("nll", "kl"):
+            assert found[name]["default"][what]["all"]["difference"] == pytest.approx(i)
+    assert found["default"]["hotness"]["kl"]["code"]["difference"] == pytest.approx(0.01)
+    made = changes.shown(found)
+    assert len(made["nll less hotness"].splitlines()) == 2 + len(found)
+    assert len(made["kl less default"].splitlines()) == 1 + len(found)
 
 
 def test_a_shift_is_held_against_calibration_on_what_is_served():
