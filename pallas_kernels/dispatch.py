@@ -6,7 +6,7 @@ from typing import Any
 
 from jax import lax
 
-from pallas_kernels import chosen_kernels, cpu_kernels
+from pallas_kernels import chosen_kernels, cpu_kernels, native
 
 # What :func:`choose` gives where none is named and a GPU is at hand: one program for the GPU and for the CPU.
 BY_PLATFORM = "by platform"
@@ -20,10 +20,12 @@ def problems(implementations: Iterable[str], checks: Mapping[str, Callable[[], s
 def choose(
     op: str, name: str | None, implementations: Iterable[str], checks: Mapping[str, Callable[[], str]]
 ) -> str:
-    """``name``, or where it is None :func:`pallas_kernels.chosen_kernels`; ValueError if unknown or unavailable.
+    """``name``, or where it is None :func:`pallas_kernels.chosen_kernels`; ValueError if unknown or unavailable, or
+    where ``PWJAX_ACTIVATIONS`` means nothing.
 
     Where none is named here or in the environment, and the best is for GPUs: ``BY_PLATFORM``.
     """
+    native.check_activations()
     asked = "" if name else " (PWJAX_KERNELS)"
     if not name and not os.environ.get("PWJAX_KERNELS") and chosen_kernels() == "pallas":
         return BY_PLATFORM

@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -65,8 +66,8 @@ def summarize_log(path: str | os.PathLike) -> RunSummary:
     """Read an epoch log. UsageError where it is none, PWJaxError where it is damaged."""
     header, records = read_log(path)
     try:
-        bits = np.array(header["bits"], np.int64)
-        if len(bits) != header["layers"] * header["experts"] * 2:
+        bits, shape = np.array(header["bits"]), (header["layers"], header["experts"], 2)
+        if not all(type(n) is int and n > 0 for n in shape) or bits.dtype.kind != "i" or bits.shape != (prod(shape),):
             raise ValueError("bits of another number of blocks")
         lowest, rows, counts = bits.copy(), [], Counter()
         for record in records:
@@ -74,6 +75,8 @@ def summarize_log(path: str | os.PathLike) -> RunSummary:
             counts[kind] += not record.get("withdrawn")  # no plan, only the end of earlier ones
             if kind == "commit":
                 for block, before, after, *_ in record["changes"]:
+                    if not all(type(n) is int and n >= 0 for n in (block, before, after)):
+                        raise ValueError("changes are a block and its bits before and after")
                     bits[block] = after
                     counts["demotions" if after < before else "promotions"] += 1
                 lowest = np.minimum(lowest, bits)
@@ -83,9 +86,11 @@ def summarize_log(path: str | os.PathLike) -> RunSummary:
                 counts["failed copies"] += len(record["failed"])
             elif kind == "boundary":
                 rows.append((record["boundary"], *(float(record[name]) for name in SERIES)))
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise PWJaxError(f"the log {path} is damaged: {type(error).__name__}: {error}") from error
-    table = np.array(rows, float).reshape(-1, 1 + len(SERIES))
+        table = np.array(rows, float).reshape(-1, 1 + len(SERIES))
+        if not np.isfinite(table).all():
+            raise ValueError("a boundary has numbers that are not finite")
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise PWJaxError(f"the log {path} is damaged: {type(error).__name__}: {error!s:.200}") from error
     series = {name: table[:, i + 1] for i, name in enumerate(SERIES)}
     told = {
         "finished requests": counts["finish"], "cancelled": counts["cancelled"],

@@ -46,11 +46,14 @@ def problem() -> str:
     """Why these kernels cannot be used here; empty if they can."""
     if jax.default_backend() != "cpu":
         return f"runs on CPUs, JAX's default backend is {jax.default_backend()}"
-    library, problem = load()
+    return load()[1]
+
+
+def check_activations() -> None:
+    """ValueError for a ``PWJAX_ACTIVATIONS`` that means nothing."""
     asked = os.environ.get("PWJAX_ACTIVATIONS") or "bfloat16"
-    if library and asked not in ("bfloat16", "float32"):
-        return f"PWJAX_ACTIVATIONS is {asked!r}; it may be bfloat16 (the default) or float32"
-    return problem
+    if asked not in ("bfloat16", "float32"):
+        raise ValueError(f"PWJAX_ACTIVATIONS is {asked!r}; it may be bfloat16 (the default) or float32")
 
 
 def exact() -> bool:

@@ -17,6 +17,8 @@ NAME = "manifest.json"
 DENSE = "dense.safetensors"
 TABLES = "calibration/tables.safetensors"
 PAGES = "pages"
+# The manifest's key for the sha256 of all the rest of it.
+SEAL = "manifest_sha256"
 
 # What a reader of another language needs to know about the bytes.
 LAYOUT = {
@@ -84,6 +86,9 @@ def read(path: Path) -> tuple[dict, ModelConfig, Geometry]:
         raise ArtifactError(
             f"{path} was written with schema {manifest.get('schema')}, this version reads {SCHEMA}: quantize anew"
         )
+    # Artifacts of before this key lack it.
+    if SEAL in manifest and manifest[SEAL] != _digest(manifest):
+        raise ArtifactError(f"{file} is damaged: it was changed after it was written; quantize anew, or copy it again")
     try:
         config = ModelConfig.from_json(manifest["config"])
         geometry = Geometry.from_json(manifest["geometry"])
@@ -120,3 +125,12 @@ def file_sha256(path: Path) -> str:
 def dumps(data: dict) -> bytes:
     """JSON with one possible spelling: sorted keys, indented, a final newline."""
     return (json.dumps(data, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def sealed(manifest: dict) -> bytes:
+    """The bytes of ``manifest``, with the sha256 of what it says in it."""
+    return dumps({**manifest, SEAL: _digest(manifest)})
+
+
+def _digest(manifest: dict) -> str:
+    return hashlib.sha256(dumps({name: value for name, value in manifest.items() if name != SEAL})).hexdigest()

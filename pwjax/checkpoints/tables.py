@@ -27,7 +27,7 @@ def write_tables(path: str | os.PathLike, tables: Mapping[str, np.ndarray], summ
     kept = {name: old[name] for name in ("quantizer", "lut_choice", "report") if name in old}
     manifest["calibration"] = {**summary, **kept}
     manifest["files"][manifests.TABLES] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    contents = {manifests.TABLES: data, manifests.NAME: manifests.dumps(manifest)}
+    contents = {manifests.TABLES: data, manifests.NAME: manifests.sealed(manifest)}
     try:
         for name, content in contents.items():
             with open(_aside(path, name), "wb") as file:

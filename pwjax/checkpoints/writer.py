@@ -154,7 +154,7 @@ class ArtifactWriter:
                 files[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
             described = manifests.describe(self.config, self.geometry)
             full = {**described, **(more or {}), "calibration": calibration, "files": files}
-            _write(self.body / manifests.NAME, manifests.dumps(full))
+            _write(self.body / manifests.NAME, manifests.sealed(full))
             for folder in (self.body / manifests.PAGES, self.body / "calibration", self.body):
                 _sync_folder(folder)
             os.rename(self.body, self.out)

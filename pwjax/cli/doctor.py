@@ -39,6 +39,7 @@ def examine() -> dict[str, Any]:
             "step sizes": _directory(environment.step_sizes_dir()),
             "compiled": _directory(environment.compile_cache_dir()),
         },
+        "environment_problem": _environment_problem(),
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("JAX_", "XLA_", "PWJAX_"))},
     }
 
@@ -66,6 +67,19 @@ def _extras_problem() -> str | None:
 
     versions = gpu.triton_versions()
     return gpu.triton_problem(versions) or None if versions["jax-triton"] else None
+
+
+def _environment_problem() -> str | None:
+    """A variable of ours that means nothing; None where all do."""
+    from pallas_kernels import expert_ffn, native
+
+    try:
+        native.check_activations()
+    except ValueError as error:
+        return str(error)
+    asked = os.environ.get("PWJAX_KERNELS") or next(iter(expert_ffn.IMPLEMENTATIONS))
+    known = ", ".join(expert_ffn.IMPLEMENTATIONS)
+    return None if asked in expert_ffn.IMPLEMENTATIONS else f"PWJAX_KERNELS is {asked!r}; choose from {known}"
 
 
 def _directory(path: Path) -> dict[str, Any]:
@@ -107,5 +121,6 @@ def render(report: dict[str, Any]) -> str:
         for name, c in report["caches"].items()
     ])
     if report["environment"]:
-        section("environment", list(report["environment"].items()))
+        problem = report["environment_problem"]
+        section("environment", [*report["environment"].items(), *([("problem", problem)] if problem else [])])
     return "\n".join(lines)

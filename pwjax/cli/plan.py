@@ -27,7 +27,7 @@ PARTS = {
 @click.option("--explain", is_flag=False, flag_value="", metavar="[BLOCK]",
               help="Say how the bits were chosen; of BLOCK (a number, or layer.expert.matrix) in full.")
 @click.option("--trace", metavar="FILE", help="What would happen: play arrivals and lengths from a JSONL file.")
-@click.option("--step-ms", type=click.FloatRange(min=0, min_open=True), default=20.0, show_default=True,
+@click.option("--step-ms", type=float, default=20.0, show_default=True,
               help="With --trace: time of a step, for requests that arrive at a second and for the pace of moves.")
 @json_option
 @quiet_option
@@ -64,6 +64,8 @@ def command(
     if trace is not None:
         from pwjax.engine.trace import read_trace
 
+        if not 1e-3 <= step_ms <= 1e6:  # click lets NaN through
+            raise UsageError(f"--step-ms must be from 0.001 to 1000000, got {step_ms:g}")
         arrivals = read_trace(trace, step_ms)
     environment.enable_compile_cache()
     report = None if quiet else told_once(lambda what: click.echo(f"compiling {what}", err=True))

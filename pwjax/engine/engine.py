@@ -133,11 +133,13 @@ class Engine:
                         left.discard(str(event.id))
                         self._ids.discard(str(event.id))
                     yield event
+                    self._open()
         finally:
             self.cancel(left)
 
-    def cancel(self, ids: Iterable[str | int] | None = None) -> list[Completion]:
+    def cancel(self, ids: str | int | Iterable[str | int] | None = None) -> list[Completion]:
         """Stop the requests of ``ids`` (None: all); returns what those that had begun had, with reason ``length``."""
+        ids = [ids] if isinstance(ids, str | int) else ids
         wanted = None if ids is None else {str(name) for name in ids}
         self._kept = [event for event in self._kept if wanted is not None and str(event.id) not in wanted]
         self._ids = set() if wanted is None else self._ids - wanted

@@ -98,12 +98,16 @@ def read_log(path: str | os.PathLike) -> tuple[dict[str, Any], Iterator[dict[str
 
 
 def _records(path: Path, file: TextIO) -> Iterator[dict[str, Any]]:
+    last = 0
     with file:
         for number, line in enumerate(file, 2):
             try:
                 record = json.loads(line)
                 if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
                     raise ValueError("no record")
+                if type(record.get("boundary")) is not int or record["boundary"] < last:
+                    raise ValueError("records are in the order of their boundaries")
+                last = record["boundary"]
             except (ValueError, RecursionError) as error:
                 if not line.endswith("\n"):
                     return

@@ -10,9 +10,9 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any
 
+from planner import BlockTable
 from pwjax.engine.decisions import Asked, Recorded
 from pwjax.engine.engine import Engine
 from pwjax.engine.log import INPUTS, LOG_SCHEMA, read_log
@@ -91,6 +91,16 @@ class LogCheck:
             )
         self._next += 1
 
+    @property
+    def compared(self) -> list[dict[str, Any]]:
+        """Records that were repeated."""
+        return self._records[: self._next]
+
+    @property
+    def left(self) -> list[dict[str, Any]]:
+        """Records that were not repeated yet."""
+        return self._records[self._next :]
+
     def close(self) -> None:
         """Stop comparing."""
         self._open = False
@@ -100,7 +110,8 @@ def replay(path: str | os.PathLike, model: str | os.PathLike | None = None, **lo
     """Repeat the run of the log at ``path`` and compare every record, token ids included.
 
     ``model``: the artifact, default the one the log names. ``load_options`` go to :func:`pwjax.load` (``report``,
-    ``progress``). UsageError for what is no log, HeaderMismatch, ReplayDifference, and what ``load`` raises.
+    ``progress``). UsageError for what is no log or a damaged one, HeaderMismatch, ReplayDifference, and what ``load``
+    raises. What is counted was compared.
     """
     from pwjax.loading import Injected, load
 
@@ -109,20 +120,32 @@ def replay(path: str | os.PathLike, model: str | os.PathLike | None = None, **lo
         raise UsageError(f"{path} cannot be repeated: its header lacks the settings of the run, so the file is damaged")
     records = list(stream)
     check = LogCheck(header, records)
-    with _reading(path):
-        decisions, inputs, last = Recorded(records), _inputs(records), _last_boundary(records)
-        signature(load).bind(model, **header["settings"])
     model = header.get("model_path") if model is None else model
-    injected = Injected(log=check.begin, decisions=decisions)
-    with load(model, **header["settings"], **load_options, injected=injected) as engine:
-        _run(engine, inputs, last)
+    with _reading(path):
+        inputs, last = _inputs(records), _last_boundary(records)
+        injected = Injected(log=check.begin, decisions=Recorded(records))
+        engine = load(model, **header["settings"], **load_options, injected=injected)
+    with engine:
+        try:
+            with _reading(path):
+                _check_blocks(records, engine.parts.table)
+                _run(engine, inputs, last)
+        except BaseException:
+            check.close()  # what closing the engine says is not what went wrong
+            raise
         if not check.ended:
             check.close()  # the run was killed; what closing the engine says has no counterpart
-    finished = [r for r in records if r["kind"] == "finish"]
+    if check.left:
+        first = check.left[0]
+        raise ReplayDifference(
+            f"the replay has ended, but the log goes on with {len(check.left)} records, the first of boundary "
+            f"{_short(first.get('boundary'))}, {first['kind']!r}"
+        )
+    finished = [r for r in check.compared if r["kind"] == "finish"]
     return Replay(
         requests=len(finished),
         tokens=sum(len(r["token_ids"]) for r in finished),
-        commits=sum(r["kind"] == "commit" for r in records),
+        commits=sum(r["kind"] == "commit" for r in check.compared),
         boundaries=last,
         complete=check.ended,
     )
@@ -135,15 +158,28 @@ def run_records(engine: Engine, records: Sequence[dict[str, Any]]) -> None:
 
 @contextmanager
 def _reading(path: str | os.PathLike) -> Iterator[None]:
-    """What does not have the fields of its kind was not written by an engine: UsageError."""
+    """What does not have the fields of its kind, or makes no sense, was not written by an engine: UsageError."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise UsageError(f"the log {path} is damaged: {type(error).__name__}: {error}") from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UsageError(f"the log {path} is damaged: {type(error).__name__}: {error!s:.200}") from error
 
 
 def _last_boundary(records: Sequence[dict[str, Any]]) -> int:
-    return int(records[-1]["boundary"]) if records else 0
+    """Boundary of the last record that a replay repeats."""
+    return next((r["boundary"] for r in reversed(records) if r["kind"] != "refuse"), 0)
+
+
+def _check_blocks(records: Sequence[dict[str, Any]], table: BlockTable) -> None:
+    """ValueError for a block or a width that the model does not have: negative ones would count from the end."""
+    for record in records:
+        changes = record["changes"] if record["kind"] in ("plan", "apply", "commit") else ()
+        blocks = [block for block, *_ in changes]
+        if record["kind"] == "transfers":
+            blocks += [*record["landed"], *record["started"], *(block for block, _ in record["failed"])]
+        widths = [bits for _, *pair in changes for bits in pair[:2]]
+        if not all(type(b) is int and 0 <= b < table.blocks for b in blocks) or not set(widths) <= set(table.widths):
+            raise ValueError(f"a block or a width that the model does not have: {_short(record)}")
 
 
 def _run(engine: Engine, inputs: Sequence[tuple[int, Callable[[Engine], object]]], last: int) -> None:
@@ -163,7 +199,7 @@ def _step_to(engine: Engine, boundary: int) -> None:
 
 def _inputs(records: Sequence[dict[str, Any]]) -> list[tuple[int, Callable[[Engine], object]]]:
     """The boundary of each input, and what gives it to an engine."""
-    return [(int(record["boundary"]), _input(record)) for record in records if record["kind"] in INPUTS]
+    return [(record["boundary"], _input(record)) for record in records if record["kind"] in INPUTS]
 
 
 def _input(record: dict[str, Any]) -> Callable[[Engine], object]:

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from numbers import Integral
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TextIO
 
@@ -50,6 +51,11 @@ class Request:
     score: bool = False
 
     def __post_init__(self):
+        whole = isinstance(self.id, Integral) and not isinstance(self.id, bool)
+        if not whole and not (isinstance(self.id, str) and self.id):
+            raise PromptError(f"id must be a non-empty string or a whole number, got {self.id!r:.80}")
+        if whole:
+            object.__setattr__(self, "id", int(self.id))
         if self.min_bits is not None and (type(self.min_bits) is not int or not 2 <= self.min_bits <= 16):
             raise PromptError(f"min_bits must be a whole number from 2 to 16, got {self.min_bits!r}")
         limit = self.max_damage
@@ -125,11 +131,15 @@ def as_requests(
 
 def as_scored(texts: str | Sequence[int] | Request | Iterable[str | Sequence[int] | Request]) -> list[Request]:
     """Requests of what :meth:`Engine.score` takes, ids after their index. PromptError."""
-    one = isinstance(texts, str | Request) or (isinstance(texts, Sequence) and texts and type(texts[0]) is int)
-    items: list[Any] = list(texts) if isinstance(texts, Iterable) and not one else [texts]
+    one = not isinstance(texts, Iterable) or isinstance(texts, str | bytes | Mapping | Request)
+    items: list[Any] = [texts] if one else list(texts)  # pyright: ignore[reportArgumentType]
+    if items and not one and all(isinstance(item, Integral) for item in items):
+        items = [items]
     requests = []
     for index, item in enumerate(items):
         name = f"score {index}"  # whatever ids others have
+        if isinstance(item, bytes | Mapping):
+            raise PromptError(f"text {index} is {type(item).__name__}; give a string, token ids, or pwjax.Request")
         if isinstance(item, Request):
             requests.append(replace(item, id=name, score=True))
         elif isinstance(item, str):

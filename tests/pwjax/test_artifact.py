@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from pwjax import quantization
 from pwjax.checkpoints import writer as writers
 from pwjax.checkpoints.artifact import Artifact
-from pwjax.checkpoints.manifest import file_sha256
+from pwjax.checkpoints.manifest import SEAL, file_sha256, sealed
 from pwjax.checkpoints.tables import write_tables
 from pwjax.checkpoints.tree import EXPERTS, dense_shapes, flatten, param_shapes, unflatten
 from pwjax.config import ModelConfig
@@ -108,7 +108,7 @@ def test_calibration_names_the_table_that_the_planner_takes(copy):
     save_file(tables, path)
     manifest["calibration"] |= {"damage": ["paper", "output"], "default": "output"}
     manifest["files"]["calibration/tables.safetensors"] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
-    (copy / "manifest.json").write_text(json.dumps(manifest))
+    (copy / "manifest.json").write_bytes(sealed(manifest))
     artifact = Artifact.open(copy)
     table, paper = artifact.table(), artifact.table(preferred="paper")
     assert artifact.table(preferred="directional").conditional, "what is not there cannot be preferred"
@@ -127,7 +127,7 @@ def test_calibration_names_the_table_that_the_planner_takes(copy):
     del tables["residual/low"]
     save_file(tables, path)
     manifest["files"]["calibration/tables.safetensors"] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
-    (copy / "manifest.json").write_text(json.dumps(manifest))
+    (copy / "manifest.json").write_bytes(sealed(manifest))
     with pytest.raises(ArtifactError, match="residual/low"):
         Artifact.open(copy).table()
 
@@ -239,7 +239,7 @@ def test_open_names_missing_extra_and_misshapen_tensors(copy):
     save_file(dense, copy / "dense.safetensors")
     manifest = json.loads((copy / "manifest.json").read_text())
     manifest["files"]["dense.safetensors"]["bytes"] = (copy / "dense.safetensors").stat().st_size
-    (copy / "manifest.json").write_text(json.dumps(manifest))
+    (copy / "manifest.json").write_bytes(sealed(manifest))
     with pytest.raises(ArtifactError) as caught:
         Artifact.open(copy)
     for words in (
@@ -265,6 +265,24 @@ def test_a_flipped_bit_outside_of_the_pages_is_found_before_it_is_used(tmp_path)
         (copy / name).write_bytes(whole)
 
 
+def test_a_flipped_bit_of_the_manifest_is_found_or_changes_nothing(tmp_path):
+    copy = tmp_path / "demo.pw"
+    shutil.copytree(bundled_model(), copy)
+    file, said = copy / "manifest.json", Artifact.open(copy).manifest
+    whole, found = file.read_bytes(), 0
+    for at in range(0, len(whole), 61):
+        data = bytearray(whole)
+        data[at] ^= 1 << at % 7
+        file.write_bytes(data)
+        try:
+            there = Artifact.open(copy).manifest
+        except ArtifactError:
+            found += 1
+        else:  # a space became another one, or the seal lost its name
+            assert all(there.get(name) == value for name, value in said.items() if name != SEAL)
+    assert found > len(whole) / 61 / 2
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -280,7 +298,7 @@ def test_a_flipped_bit_outside_of_the_pages_is_found_before_it_is_used(tmp_path)
 def test_damaged_manifest(copy, change, words):
     manifest = json.loads((copy / "manifest.json").read_text())
     change(manifest)
-    (copy / "manifest.json").write_text(json.dumps(manifest))
+    (copy / "manifest.json").write_bytes(sealed(manifest))
     with pytest.raises(ArtifactError, match=words):
         Artifact.open(copy)
 

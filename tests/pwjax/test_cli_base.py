@@ -233,6 +233,16 @@ def test_standard_input_is_utf8_whatever_the_locale(argv):
     assert done.returncode == 2 and b"standard input" in done.stderr and b"not UTF-8" in done.stderr
 
 
+@pytest.mark.parametrize("name", ["PWJAX_KERNELS", "PWJAX_ACTIVATIONS"])
+def test_a_variable_that_means_nothing_is_refused_and_told(capsys, monkeypatch, name):
+    monkeypatch.setenv(name, "foo")
+    code, _, err = run(capsys, "generate", "Once", "--max-tokens", "1", "--quiet")
+    assert code == 1 and name in err and "'foo'" in err and ("xla" if name == "PWJAX_KERNELS" else "float32") in err
+    report = json.loads(run(capsys, "doctor", "--json")[1])
+    assert name in report["environment_problem"] and "'foo'" in report["environment_problem"]
+    assert "problem" in run(capsys, "doctor")[1]
+
+
 def test_doctor_and_version(capsys, monkeypatch, tmp_path):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setenv("PWJAX_CACHE_DIR", str(tmp_path / "cache"))

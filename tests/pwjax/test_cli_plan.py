@@ -104,6 +104,8 @@ def test_bad_values(capsys, tiny_artifact, tmp_path):
         (["--model", tiny_artifact, "--policy", "magic"], 2, "unknown policy 'magic'"),
         (["--model", tiny_artifact, "--batch", 4, "--quiet", "--explain", "16"], 2, "there is no block '16'"),
         (["--model", tmp_path / "no.pw"], 1, "no.pw"),
+        *((["--model", tiny_artifact, "--trace", "x", "--step-ms", ms], 2, "--step-ms must be from") for ms in
+          ("nan", "inf", "0", "1e-300")),
     ]:
         got, out, err = run(capsys, *argv)
         assert got == code and out == "" and words in err and err.count("\n") == 1

@@ -165,6 +165,23 @@ def test_a_closed_engine_says_so(open_tiny):
     assert engine.stats()["precision"]["epochs"] >= 1
 
 
+def test_a_stream_whose_engine_is_closed_says_so(open_tiny):
+    engine = open_tiny()
+    stream = engine.stream(["The quick", "brown fox"])
+    next(stream)
+    engine.close()
+    with pytest.raises(pwjax.PWJaxError, match="the engine is closed"):
+        list(stream)
+
+
+def test_one_request_can_be_cancelled_by_its_name(open_tiny):
+    with open_tiny() as engine:
+        for name in ("nope", "n"):
+            engine.submit(pwjax.Request(name, "The quick"))
+        engine.step()
+        assert [c.id for c in engine.cancel("nope")] == ["nope"] and not engine.idle
+
+
 def test_an_old_plan_changes_only_its_own_blocks(open_tiny, tmp_path):
     log = tmp_path / "log.jsonl"
     with open_tiny(log=log) as engine:

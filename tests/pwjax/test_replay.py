@@ -149,10 +149,15 @@ def test_what_is_no_log_is_refused(tmp_path, text):
 def test_a_damaged_line_is_named_and_a_cut_one_ends_the_log(tmp_path):
     path = tmp_path / "x"
     head = '{"kind": "header", "schema": 3}\n'
-    path.write_text(head + '{"kind": "freeze"}\n{"kind": "fin')
+    freeze = '{"kind": "freeze", "boundary": 1}\n'
+    path.write_text(head + freeze + '{"kind": "fin')
     assert [r["kind"] for r in read_log(path)[1]] == ["freeze"]
-    path.write_text(head + "damaged\n" + '{"kind": "freeze"}\n')
-    with pytest.raises(PWJaxError, match="line 2"):
+    for damaged in ("damaged", "[]", "{}", '{"kind": "freeze"}', '{"kind": "freeze", "boundary": 1.0}'):
+        path.write_text(f"{head}{damaged}\n{freeze}")
+        with pytest.raises(PWJaxError, match="line 2"):
+            list(read_log(path)[1])
+    path.write_text(head + freeze + freeze.replace("1", "0"))
+    with pytest.raises(PWJaxError, match="line 3"):
         list(read_log(path)[1])
     with pytest.raises(UsageError, match="lacks the settings"):
         replay(path)
@@ -178,6 +183,57 @@ def test_a_record_without_what_its_kind_has_is_damage(logged, tmp_path, kind, fi
     (tmp_path / "log").write_text("".join(json.dumps(r) + "\n" for r in records))
     with pytest.raises(PWJaxError, match="damaged|is not repeated|must"):
         replay(tmp_path / "log")
+
+
+@pytest.mark.parametrize("name, value", [
+    ("injected", None), ("policy", 3), ("damage_per_ms", "x"), ("batch", [1]),
+])  # fmt: skip
+def test_settings_that_no_run_has_are_damage(logged, tmp_path, name, value):
+    records = records_of(logged)
+    records[0]["settings"][name] = value
+    (tmp_path / "log").write_text("".join(json.dumps(r) + "\n" for r in records))
+    with pytest.raises(PWJaxError, match="damaged|must"):
+        replay(tmp_path / "log")
+
+
+@pytest.mark.parametrize("kind, change", [
+    ("plan", [-1, 6, 3]), ("plan", [9999, 6, 3]), ("plan", [0, 6, 7]), ("plan", [0, 4, 3.5]), ("transfers", -1),
+])  # fmt: skip
+def test_blocks_and_widths_that_the_model_does_not_have_are_damage(logged, tmp_path, kind, change):
+    records = records_of(logged)
+    record = next(r for r in records if r["kind"] == kind)
+    record["changes" if kind == "plan" else "landed"].append(change)
+    (tmp_path / "log").write_text("".join(json.dumps(r) + "\n" for r in records))
+    with pytest.raises(UsageError, match="damaged.*does not have"):
+        replay(tmp_path / "log")
+
+
+@pytest.mark.parametrize("after", [1, 13, 40])
+def test_what_a_killed_run_cannot_have_said_is_not_called_equal(logged, tmp_path, after):
+    """A record made up at the end of a log without an end: it must not be counted as repeated."""
+    records = records_of(logged)
+    records = records[: [r["kind"] for r in records].index("finish")][:after]
+    last = records[-1].get("boundary", 0)
+    for made_up in (
+        {"kind": "finish", "id": "r0", "order": 1, "reason": "length", "token_ids": [1, 2, 3]},
+        {"kind": "preempt", "id": 0},
+    ):
+        record = {**made_up, "boundary": last, "free_pages": 1, "kv_pages": 1}
+        (tmp_path / "log").write_text("".join(json.dumps(r) + "\n" for r in [*records, record]))
+        with pytest.raises(ReplayDifference, match="is not repeated|goes on with"):
+            replay(tmp_path / "log")
+    (tmp_path / "log").write_text("".join(json.dumps(r) + "\n" for r in records))
+    done = replay(tmp_path / "log")
+    assert not done.complete and done.requests == done.tokens == 0 and done.boundaries == last
+
+
+def test_what_went_wrong_is_told_before_what_closing_says(logged, tmp_path, monkeypatch):
+    def broken(engine, *_):
+        raise PWJaxError("out of luck")
+
+    monkeypatch.setattr("pwjax.engine.replay._run", broken)
+    with pytest.raises(PWJaxError, match="out of luck"):
+        replay(logged)
 
 
 def test_a_replay_that_goes_on_past_the_end_differs():

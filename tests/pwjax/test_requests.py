@@ -158,7 +158,21 @@ def test_tokenized():
 def test_token_ids_become_plain_integers(ids):
     # The epoch log holds them as JSON.
     assert json.dumps(Request("a", prompt_token_ids=ids).prompt_token_ids) == "[5, 17]"
-    assert json.dumps(as_scored([ids])[0].prompt_token_ids) == "[5, 17]"
+    for texts in (ids, [ids]):
+        assert [json.dumps(request.prompt_token_ids) for request in as_scored(texts)] == ["[5, 17]"]
+
+
+@pytest.mark.parametrize("texts", [{"prompt": "a"}, [{"prompt": "a"}], b"abc", [b"abc"], 5, [[1], 2]])
+def test_what_is_no_text_to_score_is_named(texts):
+    with pytest.raises(PromptError, match="give a string|must be a list of whole numbers"):
+        as_scored(texts)
+
+
+@pytest.mark.parametrize("name", [[1], None, "", True, 1.5, {}])
+def test_what_is_no_id_is_named(name):
+    with pytest.raises(PromptError, match="id must be"):
+        Request(name, "x")
+    assert json.dumps(Request(np.int64(3), "x").id) == "3"
 
 
 @pytest.mark.parametrize("ids", [(1.5,), [None], 7, np.array([[1, 2]]), np.array([1.0])])

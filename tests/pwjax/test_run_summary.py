@@ -116,3 +116,21 @@ def test_a_sparkline_shows_when_things_changed():
     assert sparkline(np.array([0, 10]), np.array([1.0, 2.0])) == "▁█"
     assert sparkline(np.arange(200), np.repeat([1.0, 5.0, 3.0, 3.0], 50), columns=4) == "▁█▅▅"
     assert sparkline(np.array([5]), np.array([2.0])) == "█"
+
+
+@pytest.mark.parametrize("change", [
+    {"layers": 2.0}, {"layers": -2, "experts": -3}, {"bits": [6.0] * 12}, {"bits": [10**30] * 12}, {"bits": [[6] * 12]},
+])  # fmt: skip
+def test_a_header_that_no_run_has_is_damage(capsys, log, change):
+    code, out, err = run(capsys, "--log", log(header={**HEADER, **change}))
+    assert code == 1 and not out and "is damaged" in err and "internal" not in err
+
+
+@pytest.mark.parametrize("record", [
+    *({"kind": "commit", "boundary": 9, "changes": [change]} for change in ([-1, 6, 3], [12, 6, 3], [1, "6", "3"])),
+    turn(9, float("nan"), 1, 1, 1), turn(9, 5.0, 10**400, 1, 1), turn(10**400, 5.0, 1, 1, 1),
+    turn(float("inf"), 5.0, 1, 1, 1), HEADER,
+])  # fmt: skip
+def test_a_record_that_no_run_has_is_damage(capsys, log, record):
+    code, out, err = run(capsys, "--log", log([*RECORDS, record]))
+    assert code == 1 and not out and "damaged" in err and "internal" not in err and len(err) < 500
