@@ -19,9 +19,11 @@ from pwjax import environment
 from pwjax.checkpoints.artifact import Artifact
 from pwjax.errors import BudgetError
 from pwjax.evaluate import KVTrace, Perplexity, measure_perplexity
-from pwjax.evaluate.comparison import Run, compare
+from pwjax.evaluate.comparison import compare
 from pwjax.loading import open_model, outlook
 from pwjax.progress import Bars
+
+WHOLE = Arm(bits=16)
 
 
 def options(doc: str, out: str) -> argparse.ArgumentParser:
@@ -86,7 +88,7 @@ class Runs(Samples):
             runs = before["runs"]
         super().__init__(runs, list(self.texts), list(models), args.seed)
         self._budgets: dict[float, int] = {}
-        self._whole: dict[str, Run] = {}
+        self._whole: dict[str, Perplexity] = {}
         environment.enable_compile_cache()
 
     def of(self, arm: Arm, budget: float | None, text: str) -> dict:
@@ -121,20 +123,20 @@ class Runs(Samples):
     def _artifact(self, arm: Arm) -> Artifact:
         return self.artifacts[arm.model or self.models[0]]
 
-    def _whole_run(self, text: str) -> Run:
-        """The first model at 16 bits, without a budget, which divergence is from."""
+    def _at_16_bits(self, text: str) -> Perplexity:
+        """The first model without a budget, which divergence is from."""
         if text not in self._whole:
-            self._whole[text] = self._perplexity(Arm(bits=16), None, text).run
+            self._whole[text] = self._perplexity(WHOLE, None, text)
         return self._whole[text]
 
     def _measured(self, arm: Arm, budget: float | None, text: str) -> dict:
         size = None if budget is None else self.bytes_of(budget)
         try:
-            found = self._perplexity(arm, size, text)
+            found = self._at_16_bits(text) if (arm, budget) == (WHOLE, None) else self._perplexity(arm, size, text)
         except BudgetError as error:
             return {"refused": str(error)}
         trace, memory = found.settings["kv_trace"], found.settings["memory"]
-        divergence = compare(self._artifact(arm), found.run, self._whole_run(text), self.seed)["window_kl"]
+        divergence = compare(self._artifact(arm), found.run, self._at_16_bits(text).run, self.seed)["window_kl"]
         return {
             "nll": [round(v, 5) for v in found.window_nll.tolist()], "tokens": found.window_tokens.tolist(),
             "kl": [round(v, 5) for v in divergence],

@@ -2,8 +2,8 @@
 
 A run is a dictionary with ``nll`` (nats), ``kl`` (nats of divergence from 16 bits, where that was measured) and
 ``tokens``, a number each for every window, or with ``refused``, the sentence that says why the arm cannot keep that
-budget. Windows are the samples of every interval (a bootstrap that
-draws windows, the same of all arms, 95 %): tokens of a window depend on each other.
+budget. Windows are the samples of every interval (a bootstrap that draws windows, the same of all arms, 95 %): tokens
+of a window depend on each other.
 """
 
 from collections.abc import Iterable, Sequence
@@ -63,10 +63,10 @@ class Samples:
         runs = [[self.of(one, budget, name) for one in arm.each] for name in names or self.names]
         if any("refused" in run for row in runs for run in row):
             return None
-        names = [name for name in ("nll", "kl", "tokens") if all(name in run for row in runs for run in row)]
         return {
-            name: np.concatenate([np.mean([run[name] for run in row], axis=0, dtype=float) for row in runs])
-            for name in names
+            what: np.concatenate([np.mean([run[what] for run in row], axis=0, dtype=float) for row in runs])
+            for what in ("nll", "kl", "tokens")
+            if all(what in run for row in runs for run in row)
         }
 
     @property

@@ -71,15 +71,13 @@ def _extras_problem() -> str | None:
 
 def _environment_problem() -> str | None:
     """A variable of ours that means nothing; None where all do."""
-    from pallas_kernels import expert_ffn, native
+    from pallas_kernels import dispatch, expert_ffn
 
     try:
-        native.check_activations()
+        dispatch.choose("kernel", None, expert_ffn.IMPLEMENTATIONS, {})
     except ValueError as error:
         return str(error)
-    asked = os.environ.get("PWJAX_KERNELS") or next(iter(expert_ffn.IMPLEMENTATIONS))
-    known = ", ".join(expert_ffn.IMPLEMENTATIONS)
-    return None if asked in expert_ffn.IMPLEMENTATIONS else f"PWJAX_KERNELS is {asked!r}; choose from {known}"
+    return None
 
 
 def _directory(path: Path) -> dict[str, Any]:

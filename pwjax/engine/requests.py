@@ -104,9 +104,7 @@ def as_requests(
     prompts: str | Request | Iterable[str | Request], sampling: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[Request]:
     """Requests of what :meth:`Engine.generate` takes; ids of plain prompts are their index. PromptError, UsageError."""
-    # A mapping is a request in the form of a job's line; its keys are no prompts.
-    one = not isinstance(prompts, Iterable) or isinstance(prompts, str | bytes | Mapping)
-    items: list[Any] = [prompts] if one else list(prompts)  # pyright: ignore[reportArgumentType]
+    items = _items(prompts)
     for index, item in enumerate(items):
         if not isinstance(item, str | Request):
             raise PromptError(
@@ -131,9 +129,8 @@ def as_requests(
 
 def as_scored(texts: str | Sequence[int] | Request | Iterable[str | Sequence[int] | Request]) -> list[Request]:
     """Requests of what :meth:`Engine.score` takes, ids after their index. PromptError."""
-    one = not isinstance(texts, Iterable) or isinstance(texts, str | bytes | Mapping | Request)
-    items: list[Any] = [texts] if one else list(texts)  # pyright: ignore[reportArgumentType]
-    if items and not one and all(isinstance(item, Integral) for item in items):
+    items = _items(texts)
+    if items and not isinstance(texts, Integral) and all(isinstance(item, Integral) for item in items):
         items = [items]
     requests = []
     for index, item in enumerate(items):
@@ -147,6 +144,12 @@ def as_scored(texts: str | Sequence[int] | Request | Iterable[str | Sequence[int
         else:
             requests.append(Request(name, None, item, score=True))
     return requests
+
+
+def _items(given: Any) -> list[Any]:
+    """What was given one by one, or the one that was given; a mapping is a job's line, its keys are no prompts."""
+    one = not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping)
+    return [given] if one else list(given)
 
 
 def _whole_ids(ids: Any) -> tuple[int, ...]:
