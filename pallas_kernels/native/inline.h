@@ -3,3 +3,4 @@
 
 #define PWJAX_INLINE inline __attribute__((always_inline))
 #define PWJAX_UNROLL _Pragma("GCC unroll 8")
+#define PWJAX_UNROLL_4 _Pragma("GCC unroll 4")

@@ -20,6 +20,8 @@ constexpr int64_t kStreamBand = 32, kMostStreamBand = 128;
 constexpr int64_t kTableAhead = 16;  // tables are asked for so many before their own
 constexpr int64_t kBandBytes = 384 * 1024;  // decoded rows that stay in the second cache
 constexpr int64_t kBandRows = 48;
+// Chunks of a tile's tokens that stay in the first cache.
+constexpr int64_t kDepth = ceil_div(12 * 1024, Isa::kChunk * Isa::kTile * static_cast<int64_t>(sizeof(Isa::Element)));
 
 using Element = Isa::Element;
 using W = Isa::W;
@@ -96,7 +98,7 @@ struct Tile {
     }
   }
 
-  PWJAX_INLINE void decode(Element* out, int64_t stride) const {
+  PWJAX_INLINE void decode(Element* out) const {
     for (int i = 0; i < kRows; ++i) {
       typename Isa::Codes codes;
       if constexpr (B != 16) Isa::template unpack<B>(words[i], at, &codes);
@@ -104,7 +106,7 @@ struct Tile {
       for (int g = 0; g < 8; ++g) {
         W w[kGroup];
         values(codes, i, g, w);
-        for (int u = 0; u < kGroup; ++u) Isa::store(out + i * stride + (g * kGroup + u) * kElements<Element>, w[u]);
+        for (int u = 0; u < kGroup; ++u) Isa::store(out + ((g * kGroup + u) * kRows + i) * kElements<Element>, w[u]);
       }
     }
   }
@@ -219,10 +221,10 @@ void stream(const Rect& r) {
       alignas(64) Element weights[kRows * Isa::kChunk];
       tile.go_to(c);
       tile.prefetch();
-      tile.decode(weights, Isa::kChunk);
+      tile.decode(weights);
       for (int64_t t = 0; t < r.n; t += Isa::kTile) {
         int count = static_cast<int>(r.n - t < Isa::kTile ? r.n - t : Isa::kTile);
-        multiply(count, weights, Isa::kChunk, r.x + t, c * Isa::kChunk, 8 * kGroup, acc + t * kRows);
+        multiply(count, weights, r.x + t, c * Isa::kChunk, 8 * kGroup, acc + t * kRows);
       }
     }
     for (int64_t t = 0; t < r.n; ++t) r.put(t, row, acc + t * kRows, tile.scale);
@@ -237,7 +239,7 @@ inline int64_t band_rows(int64_t cols) {
 
 template <int B>
 void band(const Rect& r) {
-  int64_t chunks = ceil_div(r.block.cols, Isa::kChunk), width = chunks * Isa::kChunk + 64 / sizeof(Element);
+  int64_t chunks = ceil_div(r.block.cols, Isa::kChunk), width = chunks * Isa::kChunk;
   int64_t most = band_rows(r.block.cols);
   static thread_local std::vector<Element> room;
   room.resize(most * width + 64 / sizeof(Element));
@@ -249,7 +251,8 @@ void band(const Rect& r) {
       Tile<B> tile(r.block, row, limit);
       for (int64_t c = 0; c < chunks; ++c) {
         tile.go_to(c);
-        tile.decode(weights + (row - first) * width + c * Isa::kChunk, width);
+        tile.prefetch();
+        tile.decode(weights + (row - first) * width + c * kRows * Isa::kChunk);
       }
       for (int i = 0; i < kRows; ++i) scale[row - first + i] = tile.scale[i];
     }
@@ -257,11 +260,12 @@ void band(const Rect& r) {
       int count = static_cast<int>(r.n - t < Isa::kTile ? r.n - t : Isa::kTile);
       V acc[kBandRows * Isa::kTile];
       for (int64_t i = 0; i < (limit - first + kRows - 1) / kRows * kRows * Isa::kTile; ++i) acc[i] = Isa::zero();
-      // A chunk of the tokens stays in the first cache while all rows of the band pass.
-      for (int64_t c = 0; c < chunks; ++c) {
+      // Some chunks of the tokens stay in the first cache while all rows of the band pass.
+      for (int64_t c = 0; c < chunks; c += kDepth) {
+        const int64_t depth = chunks - c < kDepth ? chunks - c : kDepth;
         for (int64_t row = first; row < limit; row += kRows) {
-          multiply(count, weights + (row - first) * width + c * Isa::kChunk, width, r.x + t, c * Isa::kChunk, 8 * kGroup,
-                   acc + (row - first) * Isa::kTile);
+          multiply(count, weights + (row - first) * width + c * kRows * Isa::kChunk, r.x + t, c * Isa::kChunk,
+                   static_cast<int>(depth * 8 * kGroup), acc + (row - first) * Isa::kTile);
         }
       }
       for (int64_t row = first; row < limit; row += kRows) {
