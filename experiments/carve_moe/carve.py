@@ -4,7 +4,8 @@ python -m experiments.carve_moe.carve --data DIR --work WORK [--top-k 10]
 
 Reads windows of the training mixture. Writes the tokenizer to ``WORK/tokenizer``, an Orbax checkpoint of the tree in
 ``model.py`` to ``WORK/carved``, and to ``WORK/carved.json``, a layer: the energy that the chosen experts carry, by
-oracle and by the router, and how far the residual is from the dense model's, relative and squared.
+oracle and by the router, and how far the residual is from the dense model's, relative and squared. Does nothing where
+that is done with the same settings.
 """
 
 import argparse
@@ -19,15 +20,9 @@ from tqdm import tqdm
 
 from experiments.carve_moe import smollm2
 from experiments.carve_moe.data import batch, prepare
-from experiments.carve_moe.model import attend, moe_config, split_heads
-from experiments.carve_moe.refit import dense_output, features, outputs, refit, silu, solve, token_weights
+from experiments.carve_moe.model import EXPERTS, SHARED, attend, moe_config, split_heads
+from experiments.carve_moe.refit import features, gated, outputs, refit, solve, token_weights
 from experiments.carve_moe.split import choose, expert_energy, ridge_router, shared_neurons, split
-
-
-def neuron_outputs(x: np.ndarray, gate_up: np.ndarray, down: np.ndarray) -> np.ndarray:
-    """Norm float32[T, F] of what each neuron of an MLP adds to the residual of ``x`` [T, H]."""
-    gate, up = np.split(x @ gate_up.T, 2, axis=1)
-    return np.abs(silu(gate) * up) * np.linalg.norm(down, axis=0)
 
 
 def take(gate_up: np.ndarray, down: np.ndarray, neurons: np.ndarray) -> dict:
@@ -36,20 +31,20 @@ def take(gate_up: np.ndarray, down: np.ndarray, neurons: np.ndarray) -> dict:
     return {"gate_up": gate_up[rows], "down": np.moveaxis(down[:, neurons], 0, -2)}
 
 
-def carve_layer(x: np.ndarray, reads: np.ndarray, mlp: dict, settings: argparse.Namespace) -> tuple[dict, dict]:
+def carve_layer(neurons: np.ndarray, reads: np.ndarray, mlp: dict, settings: argparse.Namespace) -> tuple[dict, dict]:
     """Router, experts and shared expert of one layer, and what is to be reported of it.
 
-    ``x`` [T, H] is what the dense layer reads, ``reads`` what the carved one will, from which the router must tell.
+    ``neurons`` [T, F] are the dense layer's, ``reads`` [T, H] what the carved one will read, from which the router
+    must tell.
     """
-    experts, neurons = settings.experts, mlp["down"].shape[1]
-    size = neurons // (experts + 1)
-    fires = neuron_outputs(x, mlp["gate_up"], mlp["down"])
-    shared = shared_neurons(fires, size)
-    rest = np.setdiff1d(np.arange(neurons), shared)
-    some = fires[:: max(1, len(x) // settings.split_tokens), rest]
+    experts = settings.experts
+    fires = np.abs(neurons) * np.linalg.norm(mlp["down"], axis=0)  # norms of what they add to the residual
+    shared = shared_neurons(fires, settings.shared)
+    rest = np.setdiff1d(np.arange(fires.shape[1]), shared)
+    some = fires[:: max(1, len(fires) // settings.split_tokens), rest]
     groups, carried = split(some, experts, settings.top_k, settings.balance, settings.rounds, settings.seed)
     owner = np.empty(len(rest), int)
-    owner[groups.ravel()] = np.repeat(np.arange(experts), size)
+    owner[groups.ravel()] = np.repeat(np.arange(experts), groups.shape[1])
     energy = expert_energy(fires[:, rest] ** 2, owner, experts)
     router = ridge_router(reads, energy, settings.penalty, settings.spread)
     share = energy / energy.sum(1, keepdims=True)
@@ -63,7 +58,7 @@ def carve_layer(x: np.ndarray, reads: np.ndarray, mlp: dict, settings: argparse.
     layer = {
         "router": {"kernel": router},
         "experts": take(mlp["gate_up"], mlp["down"], rest[groups]),
-        "shared": {**take(mlp["gate_up"], mlp["down"], shared), "gate": np.zeros((1, x.shape[1]), np.float32)},
+        "shared": {**take(mlp["gate_up"], mlp["down"], shared), "gate": np.zeros((1, reads.shape[1]), np.float32)},
     }
     return layer, found
 
@@ -83,7 +78,7 @@ def carve(dense: dict, tokens: np.ndarray, settings: argparse.Namespace) -> tupl
     windows, length = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
     mask = jnp.tril(jnp.ones((length, length), bool))
-    config = moe_config(settings.top_k, settings.experts)
+    config = moe_config(settings.top_k, settings.experts, settings.shared)
     heads = jax.jit(lambda attn, h: attend(*split_heads(config, attn, h, positions), mask))
     held_out = len(tokens) * length * 7 // 8
     on = slice(held_out)
@@ -102,8 +97,9 @@ def carve(dense: dict, tokens: np.ndarray, settings: argparse.Namespace) -> tupl
         fitted = solve(ours[on], (wanted - found)[on], output, weight[on], settings.refit_penalty)
         found = found + ours @ fitted.T
         x, reads = (norm(r, p["post_norm"]["scale"]) for r in (wanted, found))
-        layer, entry = carve_layer(x, reads, p["mlp"], settings)
-        wanted = wanted + dense_output(x, p["mlp"])
+        neurons = gated(x, p["mlp"]["gate_up"])
+        layer, entry = carve_layer(neurons, reads, p["mlp"], settings)
+        wanted = wanted + neurons @ p["mlp"]["down"].T
         neurons, weight = features(reads, layer, settings.top_k), token_weights(wanted)
         layer = refit(neurons[on], (wanted - found)[on], weight[on], layer, settings.refit_penalty)
         found = found + neurons @ outputs(layer).T
@@ -120,27 +116,34 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--experts", type=int, default=15, help="routed ones; the shared one is as large")
+    parser.add_argument("--experts", type=int, default=EXPERTS, help="routed ones")
+    parser.add_argument("--shared", type=int, default=SHARED, help="neurons of the shared expert")
     parser.add_argument("--top-k", type=int, default=10)
     parser.add_argument("--windows", type=int, default=384, help="of 256 tokens, to fit on")
     parser.add_argument("--balance", type=float, default=0.5, help="0: most energy; 1: all experts chosen about alike")
     parser.add_argument("--rounds", type=int, default=3, help="of moving neurons")
-    parser.add_argument("--split-tokens", type=int, default=2730, help="that neurons are split by; routers take all")
+    parser.add_argument("--split-tokens", type=int, default=8192, help="that neurons are split by; routers take all")
     parser.add_argument("--penalty", type=float, default=0.01)
     parser.add_argument("--refit-penalty", type=float, default=0.05)
     parser.add_argument("--spread", type=float, default=0.05, help="standard deviation of the router's logits")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
+    settings = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
+    report_file, distilled = args.work / "carved.json", args.work / "distill"
+    if report_file.exists() and json.loads(report_file.read_text())["settings"] == settings:
+        return print(f"{args.work / 'carved'} was carved like that before")
+    if distilled.exists():
+        raise SystemExit(f"{distilled} was distilled from another carving; move it or take another --work")
     gguf = smollm2.find_gguf()
     smollm2.save_tokenizer(gguf, args.work / "tokenizer")
     # Of a step that training does not reach.
     tokens = batch(prepare(args.data, args.work), 1_000_000, args.windows, 256, args.seed)
     tree, report = carve(smollm2.read_dense(gguf), tokens, args)
+    report_file.unlink(missing_ok=True)  # it says that the checkpoint beside it is whole
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save((args.work / "carved").absolute(), tree, force=True)
-    settings = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
-    (args.work / "carved.json").write_text(json.dumps({"settings": settings, "layers": report}, indent=1) + "\n")
+    report_file.write_text(json.dumps({"settings": settings, "layers": report}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,20 +12,27 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from experiments.carve_moe import smollm2
+from pallas_kernels import native
 from pwjax.config import ModelConfig
 from pwjax.models.layers import rms_norm, rotate
 
+# Routed experts, of 64 neurons each, and the neurons of the shared one.
+EXPERTS, SHARED = 15, 576
+# What products are computed in: a processor without instructions for bfloat16 is faster in float32.
+PRODUCTS = jnp.float32 if native.problem() or native.activations() == "float32" else jnp.bfloat16
 # The slope of choices: how far, in router logits, an expert is from being chosen for its gradient to fade.
 SLOPE = 0.02
 
 
-def moe_config(top_k: int, experts: int = 15) -> ModelConfig:
-    """Qwen2-MoE of SmolLM2's shape: ``experts`` routed and one shared, as many neurons in each."""
-    size = smollm2.FFN // (experts + 1)
+def moe_config(top_k: int, experts: int = EXPERTS, shared: int = SHARED) -> ModelConfig:
+    """Qwen2-MoE of SmolLM2's shape. ValueError where the neurons that are not shared are no whole number an expert."""
+    size, odd = divmod(smollm2.FFN - shared, experts)
+    if odd:
+        raise ValueError(f"{smollm2.FFN} neurons less {shared} shared ones are not {experts} equal experts")
     return ModelConfig(
         model_type="qwen2_moe", vocab_size=smollm2.VOCAB, hidden_size=smollm2.HIDDEN, num_layers=smollm2.LAYERS,
         num_heads=smollm2.HEADS, num_kv_heads=smollm2.KV_HEADS, head_dim=smollm2.HEAD_DIM, num_experts=experts,
-        top_k=top_k, expert_size=size, shared_size=size, norm_topk_prob=False, rms_eps=smollm2.RMS_EPS,
+        top_k=top_k, expert_size=size, shared_size=shared, norm_topk_prob=False, rms_eps=smollm2.RMS_EPS,
         rope_theta=smollm2.ROPE_THETA, max_positions=smollm2.CONTEXT, tie_embeddings=True, qkv_bias=False,
         eos_token_ids=(smollm2.IM_END, smollm2.END_OF_TEXT),
     )  # fmt: skip
@@ -43,12 +50,12 @@ class Routed(NamedTuple):
 
 @jax.custom_vjp
 def linear(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """``x @ kernel.T`` of float32, multiplied in bfloat16 and summed in float32, in the backward pass too."""
+    """``x @ kernel.T`` of float32, multiplied in ``PRODUCTS`` and summed in float32, in the backward pass too."""
     return _product("...k,nk->...n", x, kernel)
 
 
 def _product(form: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(form, a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+    return jnp.einsum(form, a.astype(PRODUCTS), b.astype(PRODUCTS), preferred_element_type=jnp.float32)
 
 
 def _linear_forward(x, kernel):
@@ -60,7 +67,7 @@ def _linear_backward(saved, dy):
     rows, grads = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
     # XLA multiplies bfloat16 on a CPU only where sums run along rows of the first matrix: elsewhere in float32, at a
     # fraction of the speed. Hence the transpose, which it would fold into the product if it could.
-    across = with_layout_constraint(grads.astype(jnp.bfloat16).T, Layout(major_to_minor=(0, 1)))
+    across = with_layout_constraint(grads.astype(PRODUCTS).T, Layout(major_to_minor=(0, 1)))
     return _product("...n,nk->...k", dy, kernel), _product("nt,tk->nk", across, rows)
 
 

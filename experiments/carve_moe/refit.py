@@ -4,19 +4,22 @@ Experts that are not chosen leave a gap that those chosen can fill in part, for 
 linear solve does what hundreds of steps of gradient descent on the same error would.
 """
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from experiments.carve_moe.split import choose
 
 
-def silu(x: np.ndarray) -> np.ndarray:
-    return x / (1 + np.exp(-x))
+@jax.jit
+def _gated(x, gate_up):
+    gate, up = jnp.split(x @ gate_up.T, 2, axis=1)
+    return jax.nn.silu(gate) * up
 
 
-def dense_output(x: np.ndarray, mlp: dict) -> np.ndarray:
-    """Output [T, H] of an MLP ``gate_up`` [2 F, H], ``down`` [H, F] of ``x`` [T, H]."""
-    gate, up = np.split(x @ mlp["gate_up"].T, 2, axis=1)
-    return (silu(gate) * up) @ mlp["down"].T
+def gated(x: np.ndarray, gate_up: np.ndarray) -> np.ndarray:
+    """Neurons [T, F] of an MLP ``gate_up`` [2 F, H] of ``x`` [T, H]."""
+    return np.asarray(_gated(x, gate_up))
 
 
 def features(x: np.ndarray, layer: dict, k: int) -> np.ndarray:
@@ -24,12 +27,13 @@ def features(x: np.ndarray, layer: dict, k: int) -> np.ndarray:
     scores = x @ layer["router"]["kernel"].T
     odds = np.exp(scores - scores.max(1, keepdims=True))
     gates = len(scores[0]) * odds / odds.sum(1, keepdims=True) * choose(odds, k, 0.0)
-    gate_up = layer["experts"]["gate_up"]
-    size = gate_up.shape[1] // 2
-    gate, up = (x @ part.reshape(-1, x.shape[1]).T for part in (gate_up[:, :size], gate_up[:, size:]))
-    routed = silu(gate) * up * np.repeat(gates, size, axis=1)
-    gate, up = np.split(x @ layer["shared"]["gate_up"].T, 2, axis=1)
-    return np.concatenate([routed, silu(gate) * up], axis=1)
+    size = layer["experts"]["gate_up"].shape[1] // 2
+    # One matrix for all: gate rows of every expert and of the shared one, then up rows.
+    routed = layer["experts"]["gate_up"].reshape(-1, 2, size, x.shape[1]).swapaxes(0, 1).reshape(2, -1, x.shape[1])
+    merged = np.concatenate([routed, layer["shared"]["gate_up"].reshape(2, -1, x.shape[1])], axis=1)
+    neurons = np.array(gated(x, merged.reshape(-1, x.shape[1])))
+    neurons[:, : routed.shape[1]] *= np.repeat(gates, size, axis=1)
+    return neurons
 
 
 def token_weights(wanted: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ from experiments.carve_moe import carve, data, distill, model, refit, smollm2, s
 from pwjax import models
 from pwjax.models.layers import rotate
 
-HIDDEN, NEURONS, LAYERS, VOCAB, EXPERTS = 32, 64, 2, 96, 7
+HIDDEN, NEURONS, LAYERS, VOCAB, EXPERTS, SHARED = 32, 72, 2, 96, 7, 16
 
 
 @pytest.fixture(scope="module")
@@ -42,21 +42,20 @@ def dense():
 @pytest.fixture(scope="module")
 def carved(dense):
     options = argparse.Namespace(
-        experts=EXPERTS, top_k=4, balance=0.5, rounds=2, split_tokens=128, penalty=0.01, spread=0.25, seed=0
-    )
+        experts=EXPERTS, shared=SHARED, top_k=4, balance=0.5, rounds=2, split_tokens=128, penalty=0.01, spread=0.25,
+        seed=0,
+    )  # fmt: skip
     x = np.random.default_rng(1).normal(size=(128, HIDDEN)).astype(np.float32)
-    layers = [
-        carve.carve_layer(x, x, {name: w[i] for name, w in dense["layers"]["mlp"].items()}, options)[0]
-        for i in range(LAYERS)
-    ]
+    mlps = [{name: w[i] for name, w in dense["layers"]["mlp"].items()} for i in range(LAYERS)]
+    layers = [carve.carve_layer(refit.gated(x, mlp["gate_up"]), x, mlp, options)[0] for mlp in mlps]
     tree = {name: t for name, t in dense["layers"].items() if name != "mlp"}
     return {**dense, "layers": tree | jax.tree.map(lambda *parts: np.stack(parts), *layers)}
 
 
 def config(top_k):
     return dataclasses.replace(
-        model.moe_config(top_k, EXPERTS), vocab_size=VOCAB, hidden_size=HIDDEN, num_layers=LAYERS, num_heads=2,
-        num_kv_heads=1, head_dim=16, expert_size=8, shared_size=8, max_positions=64,
+        model.moe_config(top_k), vocab_size=VOCAB, hidden_size=HIDDEN, num_layers=LAYERS, num_heads=2,
+        num_kv_heads=1, head_dim=16, num_experts=EXPERTS, expert_size=8, shared_size=SHARED, max_positions=64,
     )  # fmt: skip
 
 
@@ -93,7 +92,8 @@ def _refit(dense, carved, k, idle=False):
     if idle:
         layer["router"] = {"kernel": np.zeros_like(layer["router"]["kernel"])}
     x = np.random.default_rng(7).normal(size=(1024, HIDDEN)).astype(np.float32)
-    wanted = refit.dense_output(x, {name: w[0] for name, w in dense["layers"]["mlp"].items()})
+    mlp = {name: w[0] for name, w in dense["layers"]["mlp"].items()}
+    wanted = refit.gated(x, mlp["gate_up"]) @ mlp["down"].T
     weight, neurons = refit.token_weights(wanted), refit.features(x, layer, k)
     fitted = refit.refit(neurons[:896], wanted[:896], weight[:896], layer, 0.01)
 
@@ -118,8 +118,8 @@ def test_refitting_comes_nearer_to_the_dense_layer_on_tokens_it_has_not_seen(den
 
 def test_carving_layer_by_layer_stays_nearer_than_carving_alone(dense, carved, float32_products):
     options = argparse.Namespace(
-        experts=EXPERTS, top_k=4, balance=0.5, rounds=2, split_tokens=128, penalty=0.01, refit_penalty=0.05,
-        spread=0.05, seed=0,
+        experts=EXPERTS, shared=SHARED, top_k=4, balance=0.5, rounds=2, split_tokens=128, penalty=0.01,
+        refit_penalty=0.05, spread=0.05, seed=0,
     )  # fmt: skip
     tokens = np.random.default_rng(9).integers(0, VOCAB, (48, 24)).astype(np.int32)
     shape = config(4)
@@ -132,6 +132,21 @@ def test_carving_layer_by_layer_stays_nearer_than_carving_alone(dense, carved, f
     error = [np.mean((model.run_layers(shape, one, TOKENS)[0] - wanted) ** 2) for one in (carved, tree)]
     assert error[1] < 0.9 * error[0]
     assert len(report) == LAYERS and all(0 < r["residual_error"] < 1 for r in report)
+
+
+def test_carving_again_is_done_once_and_never_under_what_was_distilled(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["carve", "--data", str(tmp_path), "--work", str(tmp_path), "--windows", "8"])
+    settings = dict(
+        experts=15, shared=576, top_k=10, windows=8, balance=0.5, rounds=3, split_tokens=8192, penalty=0.01,
+        refit_penalty=0.05, spread=0.05, seed=0,
+    )  # fmt: skip
+    (tmp_path / "distill").mkdir()
+    (tmp_path / "carved.json").write_text(json.dumps({"settings": settings, "layers": []}))
+    carve.main()
+    assert "before" in capsys.readouterr().out
+    (tmp_path / "carved.json").write_text(json.dumps({"settings": settings | {"shared": 96}, "layers": []}))
+    with pytest.raises(SystemExit, match="distilled from another carving"):
+        carve.main()
 
 
 def test_experts_that_were_not_chosen_have_a_gradient(carved):
