@@ -133,7 +133,7 @@ def main() -> None:
     report_file, distilled = args.work / "carved.json", args.work / "distill"
     if report_file.exists() and json.loads(report_file.read_text())["settings"] == settings:
         return print(f"{args.work / 'carved'} was carved like that before")
-    if distilled.exists():
+    if distilled.exists() and any(distilled.iterdir()):
         raise SystemExit(f"{distilled} was distilled from another carving; move it or take another --work")
     gguf = smollm2.find_gguf()
     smollm2.save_tokenizer(gguf, args.work / "tokenizer")

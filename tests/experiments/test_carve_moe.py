@@ -140,7 +140,7 @@ def test_carving_again_is_done_once_and_never_under_what_was_distilled(tmp_path,
         experts=15, shared=576, top_k=10, windows=8, balance=0.5, rounds=3, split_tokens=8192, penalty=0.01,
         refit_penalty=0.05, spread=0.05, seed=0,
     )  # fmt: skip
-    (tmp_path / "distill").mkdir()
+    (tmp_path / "distill" / "56").mkdir(parents=True)
     (tmp_path / "carved.json").write_text(json.dumps({"settings": settings, "layers": []}))
     carve.main()
     assert "before" in capsys.readouterr().out
