@@ -124,6 +124,17 @@ def over_best(result: dict) -> str:
     )
 
 
+def carved(result: dict) -> str:
+    """Perplexity of the dense model and of the carved one, and how evenly experts are chosen."""
+    rows = []
+    for text, arms in result["texts"].items():
+        for arm, found in sorted(arms.items(), reverse=True):
+            rates = found.get("selection_rates")
+            rows.append([text, arm, f"{found['perplexity']:.2f} ± {found['standard_error']:.2f}",
+                         "{:.2f} to {:.2f}".format(*rates["range"]) if rates else ""])  # fmt: skip
+    return markdown(["text", "model", "perplexity", "share of tokens that choose an expert"], rows)
+
+
 # Tables of results that do not bring their own.
 MADE: dict[str, dict[str, Callable[[dict], str]]] = {
     "experiments/damage_truth/report.json": {
@@ -135,6 +146,8 @@ MADE: dict[str, dict[str, Callable[[dict], str]]] = {
     "experiments/quantizer_quality/results.json": {"optimum": to_optimum},
     "experiments/quantizer_weights/results.json": {"weights": weighted},
     "experiments/domain_tables/results.json": {"domains": over_best},
+    "experiments/carve_moe/results.json": {"perplexity": carved},
+    "experiments/carve_moe/results_shared_96.json": {"perplexity": carved},
 }  # fmt: skip
 
 

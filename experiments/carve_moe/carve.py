@@ -129,6 +129,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
+    try:
+        moe_config(args.top_k, args.experts, args.shared)
+    except ValueError as error:
+        parser.error(str(error))
     settings = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
     report_file, distilled = args.work / "carved.json", args.work / "distill"
     if report_file.exists() and json.loads(report_file.read_text())["settings"] == settings:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from experiments.carve_moe.model import fold, moe_config
+from experiments.carve_moe.model import config_of, fold
 from pwjax.checkpoints.hf import save_hf
 from pwjax.config import ModelConfig
 
@@ -24,7 +24,7 @@ def load_distilled(work: Path, top_k: int) -> tuple[ModelConfig, dict]:
         if step is not None:
             params |= manager.restore(step, args=ocp.args.StandardRestore())["params"]
     print(f"distilled for {step or 0} steps", flush=True)
-    return moe_config(top_k), jax.tree.map(np.asarray, params)
+    return config_of(params, top_k), jax.tree.map(np.asarray, params)
 
 
 def main() -> None:

@@ -38,6 +38,12 @@ def moe_config(top_k: int, experts: int = EXPERTS, shared: int = SHARED) -> Mode
     )  # fmt: skip
 
 
+def config_of(carved: dict, top_k: int) -> ModelConfig:
+    """The config of a carved tree, whose sizes its arrays tell."""
+    layers = carved["layers"]
+    return moe_config(top_k, layers["router"]["kernel"].shape[-2], layers["shared"]["down"].shape[-1])
+
+
 class Routed(NamedTuple):
     """What a layer's router did with T tokens: ``chosen`` float32[T, E] of 0 and 1 with the gradient of a soft choice,
     ``wanted`` of the experts with the most energy, ``soft`` the choice as a probability.

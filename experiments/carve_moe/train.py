@@ -22,7 +22,7 @@ from tqdm import tqdm
 from experiments.carve_moe import smollm2
 from experiments.carve_moe.data import batch, prepare
 from experiments.carve_moe.distill import Weights, distillation_loss
-from experiments.carve_moe.model import moe_config
+from experiments.carve_moe.model import config_of
 
 
 def schedule(steps: int, fall: float) -> optax.Schedule:
@@ -66,11 +66,11 @@ def main() -> None:
     args = parser.parse_args()
 
     arrays = prepare(args.data, args.work)
-    config = moe_config(args.top_k)
     # Products are in bfloat16 anyway, and so is what is exported.
     teacher = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), smollm2.read_dense(smollm2.find_gguf()))
     with ocp.StandardCheckpointer() as checkpointer:
         carved = checkpointer.restore((args.work / "carved").absolute())
+    config = config_of(carved, args.top_k)
     params = jax.tree.map(jnp.asarray, {name: carved[name] for name in ("layers", "norm")})
     tx = optimizer(schedule(args.steps, args.fall), args.peak, args.router_peak)
     state = {"params": params, "opt": tx.init(params), "step": np.zeros((), np.int64)}

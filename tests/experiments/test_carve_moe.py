@@ -134,6 +134,21 @@ def test_carving_layer_by_layer_stays_nearer_than_carving_alone(dense, carved, f
     assert len(report) == LAYERS and all(0 < r["residual_error"] < 1 for r in report)
 
 
+@pytest.mark.parametrize("shared", [96, 576])
+def test_a_carved_tree_tells_its_config(shared):
+    wanted = model.moe_config(10, 15, shared)
+    layers = {
+        "router": {"kernel": np.zeros((30, 15, 576))}, "shared": {"down": np.zeros((30, 576, shared))},
+    }  # fmt: skip
+    assert model.config_of({"layers": layers}, 10) == wanted
+    assert wanted.expert_size * 15 + shared == smollm2.FFN
+
+
+def test_experts_must_divide_the_neurons_that_are_not_shared():
+    with pytest.raises(ValueError, match="1536 neurons less 100 shared ones are not 15 equal experts"):
+        model.moe_config(10, 15, 100)
+
+
 def test_carving_again_is_done_once_and_never_under_what_was_distilled(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["carve", "--data", str(tmp_path), "--work", str(tmp_path), "--windows", "8"])
     settings = dict(
