@@ -66,7 +66,7 @@ def main() -> None:
     args = parser.parse_args()
 
     arrays = prepare(args.data, args.work)
-    # Products are in bfloat16 anyway, and so is what is exported.
+    # Half the memory; what is exported is bfloat16 too.
     teacher = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), smollm2.read_dense(smollm2.find_gguf()))
     with ocp.StandardCheckpointer() as checkpointer:
         carved = checkpointer.restore((args.work / "carved").absolute())
