@@ -18,6 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from tqdm import tqdm
 
+from experiments import tables
 from experiments.carve_moe import smollm2
 from experiments.carve_moe.data import batch, prepare
 from experiments.carve_moe.model import EXPERTS, SHARED, attend, moe_config, split_heads
@@ -147,7 +148,7 @@ def main() -> None:
     report_file.unlink(missing_ok=True)  # it says that the checkpoint beside it is whole
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save((args.work / "carved").absolute(), tree, force=True)
-    report_file.write_text(json.dumps({"settings": settings, "layers": report}, indent=1) + "\n")
+    tables.write(report_file, settings=settings, layers=report)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ in all; a run that was stopped goes on.
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.arms import Runs, bits_at, expert_pages, options
+from experiments.arms import WHOLE, Runs, bits_at, expert_pages, options
 from experiments.paired import Arm, Samples, clear
 from experiments.quality_memory.ladder import name_of, requantized
 from experiments.tables import interval, markdown, percent
@@ -28,13 +28,12 @@ RIVALS, BETWEEN = ("uniform-dynamic", "hotness", "random"), (3.0, 5.0)
 NARROW, LESS = 3, 0.85
 # The share of the gap to 16 bits that it should close there.
 ENOUGH = 0.7
-FULL = Arm(bits=16)
 
 
 def measure(samples: Samples, arms: dict[str, list[Arm]], budgets: dict[str, list[float]], less: float) -> None:
     """Ask for every run, so that a stopped experiment has the same ones when it goes on."""
     for text in samples.names:
-        samples.of(FULL, None, text)
+        samples.of(WHOLE, None, text)
         for ladder, own in arms.items():
             samples.of(Arm(bits=NARROW, model=ladder), float(NARROW), text)
             for budget in [b for b in [*budgets[ladder], float(NARROW), less] if b >= least(ladder)]:
@@ -68,7 +67,7 @@ def gap(samples: Samples, ours: Arm, ladder: str, less: float, names: Sequence[s
     for label, budget in (("same", float(NARROW)), ("less", less)):
         if budget >= least(ladder):
             found[label] = {
-                "recovered": samples.recovered((ours, budget), (low, float(NARROW)), (FULL, None), names),
+                "recovered": samples.recovered((ours, budget), (low, float(NARROW)), (WHOLE, None), names),
                 "over_uniform": samples.difference(ours, low, budget, names, other_budget=float(NARROW)),
             }
     return found
@@ -77,7 +76,7 @@ def gap(samples: Samples, ours: Arm, ladder: str, less: float, names: Sequence[s
 def summary(samples: Samples, arms: dict[str, list[Arm]], budgets: dict[str, list[float]], less: float) -> dict:
     """Everything that is said of the runs: a part for each ladder, in it one for all texts and for each."""
     pools = {"all": samples.names, **{name: [name] for name in samples.names}}
-    found = {"full": {pool: samples.mean(FULL, None, names) for pool, names in pools.items()}, "less_bits": less}
+    found = {"full": {pool: samples.mean(WHOLE, None, names) for pool, names in pools.items()}, "less_bits": less}
     found["ladders"] = {
         ladder: {
             pool: {
